@@ -17,7 +17,6 @@ from steplab.reading.traces.reading import read_trace
 from steplab.reading.traces.trace import Inputs
 from steplab.records.codec import decode, new_head
 from steplab.records.finding import Finding
-from steplab.records.profile import Profile
 from steplab.records.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -211,9 +210,9 @@ def public() -> Iterator[Run]:
                 yield Run(**new_head(), profile=digest(read_trace(path)))
 
 
-def allowed_s(run: Run, profile: Profile, finding: Finding) -> float:
+def allowed_s(run: Run, finding: Finding) -> float:
     case = case_of(run, None)
-    length_s, busy_s = case.length_s(profile), case.busy_s(profile)
+    length_s, busy_s = case.length_s, case.busy_s
     idle_s = max(length_s - busy_s, 0.0)
     seconds = {evidence.what: evidence.value for evidence in finding.evidence if evidence.unit == "s"}
     own_s = sum(s for what, s in seconds.items() if what not in ("device busy", "step, unprofiled"))
@@ -249,11 +248,10 @@ def test_no_saving_exceeds_the_time_behind_it_nor_all_together_the_step(runs: ob
     num = 0
     for run in runs():  # type: ignore[operator]
         found = [finding for finding in explain(run) if finding.saves_s is not None]
-        step_s = case_of(run, None).length_s(run.profile) if run.profile else run.median_s
+        step_s = case_of(run, None).length_s if run.profile else run.median_s
         of_step = sum(finding.saves_s or 0.0 for finding in found if finding.tokens_ratio == 1)
         assert not found or (step_s is not None and of_step <= step_s * 1.0001), run.id
         for finding in found if run.profile else ():
             num += 1
-            assert run.profile
-            assert (finding.saves_s or 0.0) <= 1.001 * allowed_s(run, run.profile, finding), (run.id, finding.kind)
+            assert (finding.saves_s or 0.0) <= 1.001 * allowed_s(run, finding), (run.id, finding.kind)
     assert num >= (2 if runs is of_ranks else 6)

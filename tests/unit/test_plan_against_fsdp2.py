@@ -55,7 +55,7 @@ class Live(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.highest: dict[tuple[str, str], int] = {}
         self.phase = ""
-        self.watcher = Watcher("", lambda _: None, Storages(lambda _: None), Count(0, ""),
+        self.watcher = Watcher("", lambda _: None, Storages(lambda _: None, Count(0, "")),
                                tf32=False, fused_optimizer=True, updates_in_backward=False)  # fmt: skip
         self.num_bytes = 0
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()

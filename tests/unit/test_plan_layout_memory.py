@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.documents import chapter_says
 from tests.stored_records import stored
 
+from steplab.costs.weights import weights_of
 from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_memory
 from steplab.model.transformer import Transformer
@@ -25,7 +26,6 @@ from steplab.plan.layout.memory import memory_by_rank
 from steplab.plan.layout.owned import owned_of
 from steplab.plan.layout.ranks import in_flight, rank_groups
 from steplab.plan.layout.sharing import sharing_of
-from steplab.plan.layout.weights import weights_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
 from steplab.plan.terms import by_category
 from steplab.records.ddp import DdpCell, DdpRun

@@ -33,6 +33,7 @@ from steplab.plan.dry_run.attention import attention_of
 from steplab.plan.dry_run.events import Allocated, Event
 from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.sizes import BF16, Count, Sizes
+from steplab.plan.dry_run.tape import run_backward
 from steplab.plan.dry_run.transformer import Block, Parameters
 from steplab.plan.memory import HOPPER_WORKSPACE, WORKSPACE, predict_memory
 from steplab.records.memory_profile import MEMORY_CATEGORIES
@@ -390,10 +391,10 @@ def kept_in_the_dry_run(shape: TransformerShape, part: str, precision: str, atte
         parameter.convert(machine, machine.weight_dtype)
     block = Block(machine, attention_of(attention), parameters.of_blocks[0])
     x = machine.new(machine.sizes.residual, machine.weight_dtype, "input")
-    start = machine.position()
+    start = machine.allocations.num_made
     with machine.forward_pass(gradients=True):
         output = block._attention(x) if part == "attention" else block._feed_forward(x)
-    made = [piece for piece in machine.made_since(start) if piece.what != output.what]
+    made = [piece for piece in machine.allocations.made_since(start) if piece.what != output.what]
     return sum(piece.num_bytes for piece in made) + x.storage.piece.num_bytes
 
 
@@ -510,10 +511,9 @@ def test_the_triton_kernels_take_two_rows_of_numbers_sums_and_copies_where_rows_
         output = attention_of("flash_triton")(machine, q, k, v)
         assert made == [tensor, lse, *[padded] * num_copied[0]]
         made.clear()
-        assert machine.tape is not None
         assert output.slot is not None
         output.slot.gradient = gradient
-        machine.tape.run_backward(machine)
+        run_backward(machine)
     # d / h is less than 64 columns, to which the sums are filled up.
     assert made == [*[tensor] * 3, *[padded] * num_copied[1], *[rows] * 2, rows * 64]
 

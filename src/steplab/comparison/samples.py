@@ -111,7 +111,7 @@ def compare_values(a: float, b: float, threshold: float | None) -> Ratio:
         raise ValueError("both values must be above zero")
     threshold = IN_TURNS if threshold is None else threshold
     ratio = b / a
-    decision: Decision = "higher" if ratio > 1 + threshold else "lower" if ratio < 1 / (1 + threshold) else "same"
+    decision = by_interval(ratio, ratio, threshold)
     return Ratio(
         a=a, b=b, num_a=1, num_b=1, ratio=ratio, low=ratio, high=ratio, p=None, threshold=threshold, decision=decision
     )

@@ -9,11 +9,12 @@ forward + backward, because the backward pass has two products for each of the f
 
 Elementwise work, norms, softmax and the optimizer are not counted: they use no matrix unit.
 
-The file also has the plain Transformer's number of parameters in closed form.
+The file also has the plain Transformer's number of parameters.
 """
 
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, Unpack, get_args
 
+from steplab.costs.weights import PartName, elements, weights_of
 from steplab.ops.attention.implementations import implementation
 from steplab.specs.checkpointing import num_recomputed
 from steplab.specs.model import TransformerShape
@@ -25,14 +26,10 @@ def num_parameters(shape: TransformerShape) -> int:
 
     Without heads (planning only), it counts only matrices of the feed-forward blocks.
     """
-    d, vocabulary = shape.d_model, shape.vocab_size * shape.d_model
-    matrices = num_attention_weights(shape) + num_feed_forward_weights(shape)
     if shape.num_heads == 0:
-        return shape.num_layers * matrices
-    norm = d * (2 if shape.has_norm_biases else 1)
-    block = matrices + 2 * norm + _num_biases(shape)
-    heads = 0 if shape.head == "tied" else vocabulary
-    return shape.num_layers * block + norm + vocabulary + heads + shape.learned_positions * d
+        return shape.num_layers * num_feed_forward_weights(shape)
+    embedding, block, head = (elements(weights_of(shape, part, 1)) for part in get_args(PartName))
+    return embedding + shape.num_layers * block + head
 
 
 def num_embedding_parameters(shape: TransformerShape) -> int:
@@ -51,15 +48,6 @@ def num_feed_forward_weights(shape: TransformerShape) -> int:
     return len(shape.feed_forward_layers) * shape.d_model * shape.d_ff
 
 
-def _num_biases(shape: TransformerShape) -> int:
-    if shape.biases == "none":
-        return 0
-    projections = shape.d_model + 2 * shape.kv_width
-    if shape.biases == "qkv":
-        return projections
-    return projections + shape.d_model + (len(shape.feed_forward_layers) - 1) * shape.d_ff + shape.d_model
-
-
 Convention = Literal["causal", "full", "params"]
 
 DTYPE_OF_MATMULS = {"fp32": "fp32", "tf32": "tf32", **AUTOCAST, "bf16_pure": "bf16"}
@@ -74,46 +62,41 @@ class ModelSizes(TypedDict):
 
 
 def model_flops_per_token(
-    convention: Convention,
-    *,
-    num_parameters: int,
-    num_embedding_parameters: int | None,
-    num_layers: int | None,
-    attention_width: int | None,
-    context: int,
-    backward: bool,
+    convention: Convention, *, context: int, backward: bool, **sizes: Unpack[ModelSizes]
 ) -> float | None:
     """FLOPs that a token needs under a convention; None if the convention uses a size that is None."""
     passes = 3 if backward else 1
     if convention == "params":
-        return passes * 2.0 * num_parameters
-    if num_embedding_parameters is None or num_layers is None or attention_width is None:
+        return passes * 2.0 * sizes["num_parameters"]
+    work = _forward_work(context, sizes)
+    if work is None:
         return None
-    square = 4.0 * num_layers * attention_width * context
-    attention = square if convention == "full" else square / 2
-    return passes * (2.0 * (num_parameters - num_embedding_parameters) + attention)
+    linear, product = work
+    return passes * (linear + (2 if convention == "full" else 1) * product)
 
 
-def executed_flops_per_token(
-    spec: StepSpec,
-    is_causal: bool = True,
-    /,
-    *,
-    num_parameters: int,
-    num_embedding_parameters: int | None,
-    num_layers: int | None,
-    attention_width: int | None,
-) -> float | None:
+def _forward_work(context: int, sizes: ModelSizes) -> tuple[float, float] | None:
+    """FLOPs per token, forward, of the linear layers and of one of attention's two products over the whole square.
+
+    None if a size is None.
+    """
+    embedding, num_layers, width = sizes["num_embedding_parameters"], sizes["num_layers"], sizes["attention_width"]
+    if embedding is None or num_layers is None or width is None:
+        return None
+    return 2.0 * (sizes["num_parameters"] - embedding), 2.0 * num_layers * width * context
+
+
+def executed_flops_per_token(spec: StepSpec, is_causal: bool = True, /, **sizes: Unpack[ModelSizes]) -> float | None:
     """Matmul FLOPs that are executed per token, recomputation included: the numerator of HFU.
 
     Attention with materialised scores takes two products forward and four backward, over the whole square. A fused
     kernel skips the masked half but recomputes scores backward: five products (Dao 2023, section 3.1). `sdpa` is
     assumed to choose one. None if a size is None, or if checkpointing recomputes another library's blocks.
     """
-    if num_embedding_parameters is None or num_layers is None or attention_width is None:
+    work, num_layers = _forward_work(spec.context, sizes), sizes["num_layers"]
+    if work is None or num_layers is None:
         return None
-    product = 2.0 * num_layers * attention_width * spec.context
-    linear = 2.0 * (num_parameters - num_embedding_parameters)
+    linear, product = work
     materialised = implementation(spec.attention).materialises_scores
     if not materialised and is_causal:
         product /= 2

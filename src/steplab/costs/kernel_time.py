@@ -59,6 +59,10 @@ class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return 2 * self.batch * self.m * self.n * self.k
 
 
+FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+"""Matrix products of torch, with the index of the first factor among their inputs; the second follows it."""
+
+
 def streaming_share(name: str, gpu: Gpu) -> float:
     shares = gpu.rates.streaming.shares
     base = name.removesuffix(" strided").removesuffix(" widening")

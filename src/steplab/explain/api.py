@@ -68,11 +68,11 @@ def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
         return []
     case = case_of(run, ceilings)
     found = []
-    for diagnose in DIAGNOSES:
+    for diagnose in WITHOUT_PROFILE if run.profile is None else DIAGNOSES:
         finding = diagnose(case)
         if finding is not None:
             found.append(_believable(case, finding if diagnose in WITHOUT_PROFILE else _scaled(case, finding)))
-    length_s = case.step_s if case.profile is None else case.length_s(case.profile)
+    length_s = case.step_s if run.profile is None else case.length_s
     return list(_within(length_s, in_order(found)))
 
 
@@ -96,24 +96,23 @@ def _within(step_s: float | None, findings: Iterable[Finding]) -> Iterator[Findi
 
 
 def _scaled(case: Case, finding: Finding) -> Finding:
-    slowdown = case.slowdown(case.profile) if case.profile is not None else 1.0
-    if slowdown < _NOTABLE:
+    if case.slowdown < _NOTABLE:
         return finding
-    how = f"Times are scaled to the unprofiled step; the profiled one took {slowdown:.2f} times as long."
+    how = f"Times are scaled to the unprofiled step; the profiled one took {case.slowdown:.2f} times as long."
     return dataclasses.replace(finding, saw=f"{finding.saw} {how}")
 
 
 def _believable(case: Case, finding: Finding) -> Finding:
     """Remove a predicted gain of a whole step or more: the profiled steps did more work than the timed ones."""
-    step_s, profile = case.step_s, case.profile
-    if profile is None or step_s is None or finding.saves_s is None or finding.saves_s < step_s:
+    step_s = case.step_s
+    if case.run.profile is None or step_s is None or finding.saves_s is None or finding.saves_s < step_s:
         return finding
     return dataclasses.replace(
         finding,
         saves_s=None,
         at_most=False,
         prediction=(
-            f"No prediction: the device worked {format_time(case.busy_s(profile))} in a profiled step, and a timed "
+            f"No prediction: the device worked {format_time(case.busy_s)} in a profiled step, and a timed "
             f"step lasts {format_time(step_s)}, so they were not the same step."
         ),
     )

@@ -1,11 +1,8 @@
-from dataclasses import dataclass
-
 from steplab.costs.kernel_time import product_rates
-from steplab.explain.case import Case
+from steplab.explain.case import Case, in_seconds
 from steplab.explain.casts import weight_cast_ops
-from steplab.explain.waiting import is_launch_bound, model_phases, wait_s
-from steplab.records.finding import Evidence, Finding
-from steplab.records.profile import Profile
+from steplab.explain.waiting import is_launch_bound, wait_s
+from steplab.records.finding import Finding
 from steplab.specs.resolve import command
 from steplab.units import format_bytes, format_percent, format_time
 
@@ -19,42 +16,24 @@ FITS = 0.9
 is lower."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Fixed:
-    optimizer_s: float
-    casts_s: float
-    narrow_s: float
-    """Seconds of matrix products limited by reading weights, so independent of the number of rows."""
-    waiting_s: float
-    """Seconds of waiting for Python, which launches equally many kernels for any batch."""
-
-    @property
-    def total_s(self) -> float:
-        return self.optimizer_s + self.casts_s + self.narrow_s + self.waiting_s
-
-
 def batch_too_small(case: Case) -> Finding | None:
     """Finding if a considerable share of the step does not grow with the batch and a larger batch fits."""
     spec, step_s = case.spec, case.step_s
     if spec is None or step_s is None or spec.model.kind == "factory":
         return None
     fixed = _fixed(case)
+    fixed_s = sum(fixed.values())
     factor = _factor(case)
-    if factor is None or fixed.total_s <= CONSIDERABLE * step_s:
+    if factor is None or fixed_s <= CONSIDERABLE * step_s:
         return None
-    saves_s = fixed.total_s * (1 - 1 / factor)
+    saves_s = fixed_s * (1 - 1 / factor)
     fields = {"batch": str(spec.batch * factor)}
-    parts = [Evidence(what="optimizer", value=fixed.optimizer_s, unit="s")]
-    if case.profile is not None:
-        parts.append(Evidence(what="casts of weights", value=fixed.casts_s, unit="s"))
-        parts.append(Evidence(what="products bound by their weights' bytes", value=fixed.narrow_s, unit="s"))
-        parts.append(Evidence(what="waiting for Python", value=fixed.waiting_s, unit="s"))
-    listed = ", ".join(f"{part.what} {format_time(part.value)}" for part in parts if part.value)
+    listed = ", ".join(f"{what} {format_time(seconds)}" for what, seconds in fixed.items() if seconds)
     return Finding(
         kind="batch_too_small",
-        title=f"{format_percent(fixed.total_s / step_s)} of the step would be the same for a larger batch",
+        title=f"{format_percent(fixed_s / step_s)} of the step would be the same for a larger batch",
         saw=(
-            f"{format_time(fixed.total_s)} of {format_time(step_s)} for {spec.tokens * spec.micro_steps} tokens do "
+            f"{format_time(fixed_s)} of {format_time(step_s)} for {spec.tokens * spec.micro_steps} tokens do "
             f"not depend on the batch: {listed}."
         ),
         why=(
@@ -63,7 +42,7 @@ def batch_too_small(case: Case) -> Finding | None:
         ),
         change=command(spec, fields),
         note="a larger batch changes the training; adjust the learning rate",
-        evidence=(Evidence(what="step, unprofiled", value=step_s, unit="s"), *parts),
+        evidence=in_seconds({"step, unprofiled": step_s, **fixed}),
         saves_s=saves_s,
         tokens_ratio=factor,
         prediction=(
@@ -75,27 +54,27 @@ def batch_too_small(case: Case) -> Finding | None:
     )
 
 
-def _fixed(case: Case) -> _Fixed:
-    profile = case.profile
-    return _Fixed(
-        optimizer_s=case.phase_s("optimizer") or 0.0,
-        casts_s=case.ops_s(profile, weight_cast_ops(profile)) if profile else 0.0,
-        narrow_s=_narrow_s(case, profile) if profile else 0.0,
-        waiting_s=wait_s(case, profile, model_phases(profile)) if profile and is_launch_bound(case, profile) else 0.0,
-    )
+def _fixed(case: Case) -> dict[str, float]:
+    """Seconds that do not grow with the batch: Python launches equally many kernels for any."""
+    found = {"optimizer": case.run.phase_s("optimizer") or 0.0}
+    if case.run.profile is not None:
+        found["casts of weights"] = case.ops_s(weight_cast_ops(case.profile))
+        found["products bound by their weights' bytes"] = _narrow_s(case)
+        found["waiting for Python"] = wait_s(case) if is_launch_bound(case) else 0.0
+    return found
 
 
-def _narrow_s(case: Case, profile: Profile) -> float:
+def _narrow_s(case: Case) -> float:
     """Seconds of memory-bound products (FLOPs per byte below peak over bandwidth)."""
     gpu, found_s = case.gpu, 0.0
-    for op in profile.ops:
+    for op in case.profile.ops:
         is_linear = op.category == "matmul" and "bmm" not in op.name
         if gpu and is_linear and op.dtype in gpu.peaks and op.flops and op.moved_bytes:
             rates = product_rates(op.dtype, gpu)
             compute_s = op.flops / (gpu.peaks[op.dtype] * rates.peak_share)
             memory_s = op.moved_bytes / (gpu.bandwidth_bytes_per_s * rates.bandwidth_share)
             found_s += op.device_s if compute_s < memory_s else 0.0
-    return case.per_step(profile, found_s)
+    return case.per_step(found_s)
 
 
 def _factor(case: Case) -> int | None:

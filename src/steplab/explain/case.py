@@ -4,15 +4,17 @@ A profiler slows Python but hardly the device. Kernel times therefore come from 
 timing."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from steplab.costs.kernel_time import streaming_share
 from steplab.costs.rates import Gpu, gpu_of, measured_gpu
 from steplab.records.ceilings import Ceilings
+from steplab.records.finding import Evidence
 from steplab.records.profile import OpStats, PhaseTime, Profile
 from steplab.records.run import Run
 from steplab.specs.hardware import find_hardware
+from steplab.specs.resolve import command
 from steplab.specs.step import StepSpec
 from steplab.units import format_rate, format_time
 
@@ -24,6 +26,7 @@ WORTH_TELLING = 0.01
 step differ by about as much."""
 _NEVER_WAITED = 0.01
 """Share of waiting below which the GPU never waited for Python: its queue was never empty."""
+_NO_PROFILE = Profile(source="", device="", num_steps=1, window_s=0.0, phases=(), kernels=(), ops=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,38 +43,44 @@ class Case:
         return None if whole_step else spec
 
     @property
-    def profile(self) -> Profile | None:
-        return self.run.profile
+    def profile(self) -> Profile:
+        """The run's profile; an empty one for a run without."""
+        return self.run.profile or _NO_PROFILE
 
     @property
     def step_s(self) -> float | None:
         return self.run.median_s
 
-    def phase_s(self, name: str) -> float | None:
-        return self.run.phase_s(name)
-
-    def slowdown(self, profile: Profile) -> float:
+    @property
+    def slowdown(self) -> float:
         """Profiled over unprofiled step time on a CPU; 1 on other devices, which the profiler hardly slows."""
-        if profile.device != "cpu" or not self.step_s:
+        if self.profile.device != "cpu" or not self.step_s:
             return 1.0
-        return max(1.0, profile.window_s / profile.num_steps / self.step_s)
+        return max(1.0, self.profile.window_s / self.profile.num_steps / self.step_s)
 
-    def per_step(self, profile: Profile, total_s: float) -> float:
-        return total_s / profile.num_steps / self.slowdown(profile)
+    def per_step(self, total_s: float) -> float:
+        return total_s / self.profile.num_steps / self.slowdown
 
-    def busy_s(self, profile: Profile, phases: Iterable[PhaseTime] | None = None) -> float:
-        return self.per_step(profile, sum(p.busy_s for p in (profile.phases if phases is None else phases)))
+    @property
+    def busy_s(self) -> float:
+        return self.per_step(self.profile.busy_s)
 
-    def length_s(self, profile: Profile) -> float:
+    @property
+    def length_s(self) -> float:
         """Seconds of a step: unprofiled if timed, else from the profile."""
-        return self.step_s if self.step_s is not None else self.per_step(profile, profile.window_s)
+        return self.step_s if self.step_s is not None else self.per_step(self.profile.window_s)
 
-    def ops_s(self, profile: Profile, ops: Iterable[OpStats]) -> float:
-        return self.per_step(profile, sum(op.device_s for op in ops))
+    def ops_s(self, ops: Iterable[OpStats]) -> float:
+        return self.per_step(sum(op.device_s for op in ops))
+
+    def profiled_wait_s(self, phases: Iterable[PhaseTime] | None = None) -> float:
+        """Seconds per profiled step in which the next kernel was not launched yet, by default of all phases."""
+        phases = self.profile.phases if phases is None else phases
+        return self.per_step(sum(phase.host_bound_s for phase in phases))
 
     @property
     def is_gpu(self) -> bool:
-        if self.profile is not None:
+        if self.run.profile is not None:
             return self.profile.device == "cuda"
         return self.run.environment is not None and self.run.environment.device.kind == "cuda"
 
@@ -80,24 +89,29 @@ class Case:
         """True unless the record shows that the model was compiled; a user's model may compile itself."""
         if self.spec is not None and self.spec.compile != "off":
             return False
-        return self.profile is None or not any(_COMPILED.match(kernel.name) for kernel in self.profile.kernels)
+        return not any(_COMPILED.match(kernel.name) for kernel in self.profile.kernels)
 
     @property
     def is_causal(self) -> bool:
         """True if attention is known to be causal, from the model or from a triangular mask in the trace."""
         if self.spec is None:
-            return self.profile is not None and any(_TRIANGLE.match(op.name) for op in self.profile.ops)
+            return any(_TRIANGLE.match(op.name) for op in self.profile.ops)
         model = self.run.model
         return self.spec.model.kind in ("transformer", "hf") and (model is None or model.is_causal)
 
-    def host_limit(self, profile: Profile, saves_s: float) -> str:
+    def change(self, fields: Mapping[str, str], in_code: str) -> str:
+        """The command with the changed fields; without a spec or fields the change in the user's code."""
+        return command(self.spec, fields) if self.spec and fields else in_code
+
+    def host_limit(self, saves_s: float) -> str:
         """Warning if Python may not keep up with a step shorter by `saves_s`, else ''. Also '' if the GPU hardly waits:
         with a full queue Python's launches wait for the GPU, so their time is no limit."""
+        profile = self.profile
         host = [p.host_s for p in profile.phases if p.host_s is not None]
         waited_s = sum(p.host_bound_s for p in profile.phases)
         if profile.device != "cuda" or not host or waited_s < _NEVER_WAITED * profile.window_s:
             return ""
-        host_s, after_s = sum(host) / profile.num_steps, self.length_s(profile) - saves_s
+        host_s, after_s = sum(host) / profile.num_steps, self.length_s - saves_s
         if after_s >= host_s:
             return ""
         return (
@@ -122,6 +136,10 @@ def gpu_of_run(run: Run, ceilings: Ceilings | None) -> Gpu | None:
 
 def case_of(run: Run, ceilings: Ceilings | None) -> Case:
     return Case(run=run, gpu=gpu_of_run(run, ceilings))
+
+
+def in_seconds(times: Mapping[str, float]) -> tuple[Evidence, ...]:
+    return tuple(Evidence(what=what, value=value, unit="s") for what, value in times.items())
 
 
 def reached_bandwidth(name: str, gpu: Gpu) -> str:

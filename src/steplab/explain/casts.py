@@ -51,10 +51,10 @@ _BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
 def weight_casts(case: Case) -> Finding | None:
     """Finding if casts of weights and their gradients take a considerable share of device time."""
     spec, profile = case.spec, case.profile
-    if profile is None or (spec is not None and spec.precision not in _LOW):
+    if spec is not None and spec.precision not in _LOW:
         return None
     ops = weight_cast_ops(profile)
-    now_s, busy_s = case.ops_s(profile, ops), case.busy_s(profile)
+    now_s, busy_s = case.ops_s(ops), case.busy_s
     if now_s <= CONSIDERABLE * busy_s:
         return None
     moved = sum(cast_bytes(op) for op in ops) / profile.num_steps
@@ -77,13 +77,13 @@ def weight_casts(case: Case) -> Finding | None:
             Evidence(what="device busy", value=busy_s, unit="s"),
         ),
     )
-    found = _with_masters(finding, case, profile, now_s) or _with_bf16_throughout(finding, case, profile, now_s)
+    found = _with_masters(finding, case, now_s) or _with_bf16_throughout(finding, case, now_s)
     return replace(found, change=command(spec, found.fields)) if spec else found
 
 
-def _with_masters(finding: Finding, case: Case, profile: Profile, weights_s: float) -> Finding | None:
+def _with_masters(finding: Finding, case: Case, weights_s: float) -> Finding | None:
     spec = case.spec
-    if spec is None or spec.precision != "bf16" or profile.device != "cuda":
+    if spec is None or spec.precision != "bf16" or not case.is_gpu:
         return None
     fields = {"precision": "bf16_master"}
     if spec.pass_name == "train":
@@ -104,14 +104,14 @@ def _with_masters(finding: Finding, case: Case, profile: Profile, weights_s: flo
         saves_s=weights_s,
         prediction=(
             "No weight or gradient is cast; AdamW moves 28 bytes a parameter either way. Left "
-            "out: AdamW's other costs." + case.host_limit(profile, weights_s)
+            "out: AdamW's other costs." + case.host_limit(weights_s)
         ),
     )
 
 
-def _with_bf16_throughout(finding: Finding, case: Case, profile: Profile, weights_s: float) -> Finding:
-    saves_s, work_s, prediction = _gain(case, profile, weights_s)
-    share = format_percent(work_s / case.busy_s(profile))
+def _with_bf16_throughout(finding: Finding, case: Case, weights_s: float) -> Finding:
+    saves_s, work_s, prediction = _gain(case, weights_s)
+    share = format_percent(work_s / case.busy_s)
     return replace(
         finding,
         title=f"Autocast's casts and fp32 work take {share} of the device's work",
@@ -126,19 +126,20 @@ def _with_bf16_throughout(finding: Finding, case: Case, profile: Profile, weight
     )
 
 
-def _gain(case: Case, profile: Profile, weights_s: float) -> tuple[float, float, str]:
+def _gain(case: Case, weights_s: float) -> tuple[float, float, str]:
     """Seconds saved, seconds of casts and fp32 work, and the derivation. bf16 weights need no casts; autocast's fp32
     work (softmax, norms, loss, residual stream) and AdamW move half the bytes."""
-    others_s = case.ops_s(profile, cast_ops(profile)) - weights_s
+    profile = case.profile
+    others_s = case.ops_s(cast_ops(profile)) - weights_s
     wide = [op for op in profile.ops if op.dtype == "fp32" and op.phase != "optimizer" and op.category in _BY_BYTES]
-    wide_s = case.ops_s(profile, wide)
-    update_s = case.phase_s("optimizer") if case.spec and case.spec.optimizer.startswith("adamw") else None
+    wide_s = case.ops_s(wide)
+    update_s = case.run.phase_s("optimizer") if case.spec and case.spec.optimizer.startswith("adamw") else None
     saves_s = weights_s + others_s + wide_s / 2 + (update_s / 2 if update_s else 0.0)
     prediction = (
         f"At most: no casts, also of activations ({format_time(others_s)}), and autocast's work "
         f"in fp32 moves half as many bytes: half of {format_time(wide_s)}"
         + (f", and of the {format_time(update_s)} of AdamW" if update_s else "")
         + "."
-        + case.host_limit(profile, saves_s)
+        + case.host_limit(saves_s)
     )
     return saves_s, weights_s + others_s + wide_s, prediction

@@ -3,9 +3,8 @@ import re
 import shlex
 
 from steplab.costs.rates import Gpu
-from steplab.explain.case import Case
-from steplab.records.finding import Evidence, Finding
-from steplab.records.profile import Profile
+from steplab.explain.case import Case, in_seconds
+from steplab.records.finding import Finding
 from steplab.specs.layout import SINGLE
 from steplab.specs.resolve import command, options
 from steplab.specs.step import StepSpec
@@ -34,17 +33,14 @@ _OF_PARTS = (
 
 def communication_exposed(case: Case) -> Finding | None:
     """Finding if collectives without concurrent computation take a considerable share of the step."""
-    profile = case.profile
-    if profile is None or profile.communication is None:
-        return None
-    if case.run.traced_ranks is not None and case.run.traced_ranks.meetings:
-        return None  # explain.ranks separates waiting and transfer
-    seen = profile.communication
-    total_s, exposed_s = (case.per_step(profile, seconds) for seconds in (seen.total_s, seen.exposed_s))
-    length_s = case.length_s(profile)
+    seen = case.profile.communication
+    if seen is None or (case.run.traced_ranks is not None and case.run.traced_ranks.meetings):
+        return None  # with all ranks' traces explain.ranks separates waiting and transfer
+    total_s, exposed_s = (case.per_step(seconds) for seconds in (seen.total_s, seen.exposed_s))
+    length_s = case.length_s
     if not length_s or exposed_s <= CONSIDERABLE * length_s:
         return None
-    change, note = _remedy(case, profile)
+    change, note = _remedy(case)
     return Finding(
         kind="communication_exposed",
         title=f"Exposed communication takes {format_percent(exposed_s / length_s)} of the step",
@@ -58,10 +54,8 @@ def communication_exposed(case: Case) -> Finding | None:
         ),
         change=change,
         note=note,
-        evidence=(
-            Evidence(what="collectives", value=total_s, unit="s"),
-            Evidence(what="overlapped with computation", value=total_s - exposed_s, unit="s"),
-            Evidence(what="exposed", value=exposed_s, unit="s"),
+        evidence=in_seconds(
+            {"collectives": total_s, "overlapped with computation": total_s - exposed_s, "exposed": exposed_s}
         ),
         saves_s=exposed_s,
         at_most=True,
@@ -72,10 +66,10 @@ def communication_exposed(case: Case) -> Finding | None:
     )
 
 
-def _remedy(case: Case, profile: Profile) -> tuple[str, str]:
+def _remedy(case: Case) -> tuple[str, str]:
     spec = case.spec
     if spec is None or spec.layout == SINGLE:
-        if any(_GATHERS.search(kernel.name) for kernel in profile.kernels):
+        if any(_GATHERS.search(kernel.name) for kernel in case.profile.kernels):
             return "fully_shard(block, mesh=mesh, reshard_after_forward=False)  # of each block", _OF_SHARDS
         return "DistributedDataParallel(model, bucket_cap_mb=100)", _OF_BUCKETS
     if spec.strategy is not None:

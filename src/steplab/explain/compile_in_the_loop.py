@@ -2,6 +2,7 @@ from statistics import median
 
 from steplab.explain.case import Case
 from steplab.records.finding import Evidence, Finding
+from steplab.records.profile import Profile
 from steplab.units import format_time
 
 MANY_TIMES = 5.0
@@ -26,7 +27,8 @@ def compile_in_the_loop(case: Case) -> Finding | None:
         late_s = [s - middle_s for s in step.best_s if s > MANY_TIMES * middle_s and s - middle_s > LEAST_AGAIN_S]
         if len(late_s) == 1 and late_s[0] <= LEAST_S:
             late_s = []
-    seen = _ranges_of_compilation(case)
+    profile = case.profile
+    seen = _ranges_of_compilation(profile)
     if not late_s and not seen:
         return None
     graphs = ", or recorded its CUDA graphs," if spec and spec.replays_model else ""
@@ -38,9 +40,8 @@ def compile_in_the_loop(case: Case) -> Finding | None:
         )
     if seen:
         saw.append(f"The profiler saw torch compile within the profiled steps: {seen[0]}.")
-    profile = case.profile
-    compiling_s = profile.host_work_s.get("compilation", 0.0) / profile.num_steps if profile else 0.0
-    waits_s = sum(phase.host_bound_s for phase in profile.phases) / profile.num_steps if profile else 0.0
+    compiling_s = profile.host_work_s.get("compilation", 0.0) / profile.num_steps
+    waits_s = sum(phase.host_bound_s for phase in profile.phases) / profile.num_steps
     saves_s = sum(late_s) / len(step.best_s) if late_s and step else min(compiling_s, waits_s) or None
     return Finding(
         kind="compile_in_the_loop",
@@ -72,10 +73,7 @@ def compile_in_the_loop(case: Case) -> Finding | None:
     )
 
 
-def _ranges_of_compilation(case: Case) -> list[str]:
-    profile = case.profile
-    if profile is None:
-        return []
+def _ranges_of_compilation(profile: Profile) -> list[str]:
     names = [op.name for op in profile.ops] + [op.range for op in profile.ops]
     names += [kernel.range for kernel in profile.kernels] + [call.range for call in profile.host_calls]
     if "compilation" in profile.host_work_s:

@@ -1,5 +1,5 @@
-from steplab.explain.case import ACROSS, Case
-from steplab.records.finding import Evidence, Finding
+from steplab.explain.case import ACROSS, Case, in_seconds
+from steplab.records.finding import Finding
 from steplab.records.profile import Timeline
 from steplab.units import format_percent, format_time
 
@@ -11,11 +11,11 @@ def copies_exposed(case: Case) -> Finding | None:
     """Finding on a GPU if CPU copies without concurrent kernels take a considerable share of the step. Causes: weights
     or states on the CPU, or batches copied on the computing stream."""
     profile = case.profile
-    if profile is None or profile.device != "cuda" or profile.timeline is None:
+    if profile.device != "cuda" or profile.timeline is None:
         return None
-    copies_s = case.per_step(profile, sum(k.total_s for k in profile.kernels if ACROSS.search(k.name)))
-    alone_s = min(copies_s, _alone_s(profile.timeline), case.busy_s(profile))
-    length_s = case.length_s(profile)
+    copies_s = case.per_step(sum(k.total_s for k in profile.kernels if ACROSS.search(k.name)))
+    alone_s = min(copies_s, _alone_s(profile.timeline), case.busy_s)
+    length_s = case.length_s
     if alone_s <= CONSIDERABLE * length_s:
         return None
     return Finding(
@@ -31,10 +31,7 @@ def copies_exposed(case: Case) -> Finding | None:
         ),
         change="keep on the GPU what each step needs, or copy it ahead on another stream: with torch.cuda.stream(side)",
         note="overlapped copies need pinned memory and non_blocking=True",
-        evidence=(
-            Evidence(what="copies between CPU and GPU", value=copies_s, unit="s"),
-            Evidence(what="with no concurrent kernel", value=alone_s, unit="s"),
-        ),
+        evidence=in_seconds({"copies between CPU and GPU": copies_s, "with no concurrent kernel": alone_s}),
         saves_s=alone_s,
         at_most=True,
         prediction="At most: all of them gone, or hidden behind kernels.",

@@ -1,11 +1,10 @@
 import re
 
 from steplab.costs.kernel_time import product_s
-from steplab.explain.case import Case, stated_peak
+from steplab.explain.case import Case, in_seconds, stated_peak
 from steplab.explain.shapes import product_of
-from steplab.records.finding import Evidence, Finding
+from steplab.records.finding import Finding
 from steplab.records.profile import OpStats, Profile
-from steplab.specs.resolve import command
 from steplab.units import format_percent, format_time, three_digits
 
 CONSIDERABLE = 0.10
@@ -20,18 +19,16 @@ _AMPERE_OR_LATER = re.compile(r"ampere|nvjet|(sm|cutlass_)(8|9|1\d)\d", re.IGNOR
 def fp32_matmul(case: Case) -> Finding | None:
     """Finding if matrix products in full fp32 take a considerable share of time on a GPU with TF32."""
     profile = case.profile
-    if profile is None or profile.device != "cuda" or not _has_tf32(case, profile):
+    if profile.device != "cuda" or not _has_tf32(case):
         return None
-    if case.spec is not None and case.spec.precision != "fp32":
-        return None
-    if case.spec is None and not _names_show_it(profile):
+    if case.spec.precision != "fp32" if case.spec else not _names_show_it(profile):
         return None
     ops = [op for op in profile.ops if op.category == "matmul" and op.dtype == "fp32"]
-    now_s, busy_s = case.ops_s(profile, ops), case.busy_s(profile)
+    now_s, busy_s = case.ops_s(ops), case.busy_s
     if now_s <= CONSIDERABLE * busy_s:
         return None
     fields = {"precision": "tf32"} if case.spec else {}
-    saves_s, prediction = _gain(case, profile, ops)
+    saves_s, prediction = _gain(case, ops)
     own = 'torch.set_float32_matmul_precision("high")'
     return Finding(
         kind="fp32_matmul",
@@ -42,24 +39,21 @@ def fp32_matmul(case: Case) -> Finding | None:
             "fp32 tensors, round each factor to 10 bits of mantissa (of 23) and add up in fp32, which training rarely "
             "notices."
         ),
-        change=command(case.spec, fields) if case.spec else own,
+        change=case.change(fields, own),
         note=("" if not case.spec else f"in your own code: {own}; ")
         + "bf16 autocast goes further: twice the peak again, and half the bytes, with 8 bits of mantissa",
-        evidence=(
-            Evidence(what="fp32 matmul", value=now_s, unit="s"),
-            Evidence(what="device busy", value=busy_s, unit="s"),
-        ),
+        evidence=in_seconds({"fp32 matmul": now_s, "device busy": busy_s}),
         saves_s=saves_s,
         prediction=prediction,
         fields=fields,
     )
 
 
-def _has_tf32(case: Case, profile: Profile) -> bool:
+def _has_tf32(case: Case) -> bool:
     device = case.run.environment.device if case.run.environment else None
     if device is None or device.compute_capability is None:
         return (case.gpu is not None and "tf32" in case.gpu.peaks) or any(
-            _AMPERE_OR_LATER.search(k.name) for k in profile.kernels
+            _AMPERE_OR_LATER.search(k.name) for k in case.profile.kernels
         )
     return int(device.compute_capability.partition(".")[0]) >= _FIRST_WITH_TF32
 
@@ -69,7 +63,7 @@ def _names_show_it(profile: Profile) -> bool:
     return any(map(_WITHOUT_TF32.search, names)) and not any(map(_WITH_TF32.search, names))
 
 
-def _gain(case: Case, profile: Profile, ops: list[OpStats]) -> tuple[float | None, str]:
+def _gain(case: Case, ops: list[OpStats]) -> tuple[float | None, str]:
     gpu = case.gpu
     if gpu is None or not {"fp32", "tf32"} <= gpu.peaks.keys():
         return None, "The device's peaks in fp32 and TF32 are not known; their ratio is 7 to 8 on A100 and later."
@@ -80,10 +74,10 @@ def _gain(case: Case, profile: Profile, ops: list[OpStats]) -> tuple[float | Non
         return product_s(product, "tf32", gpu) / product_s(product, "fp32", gpu) if product else 1 / ratio
 
     # A product that memory already bounds does not change.
-    saves_s = case.per_step(profile, sum(op.device_s * max(0.0, 1 - left(op)) for op in ops))
+    saves_s = case.per_step(sum(op.device_s * max(0.0, 1 - left(op)) for op in ops))
     return saves_s, (
         f"Each product is shortened according to its sizes, a large one by the ratio of the peaks, "
         f"{three_digits(ratio)} ({stated_peak('tf32', gpu)}; {stated_peak('fp32', gpu)}): TF32 is assumed to reach the "
         "same share of its peak as fp32, which holds for large products (0.77 and 0.76 on an H200 at 8192)."
-        + case.host_limit(profile, saves_s)
+        + case.host_limit(saves_s)
     )

@@ -1,7 +1,7 @@
 import re
 
-from steplab.explain.case import Case
-from steplab.records.finding import Evidence, Finding
+from steplab.explain.case import Case, in_seconds
+from steplab.records.finding import Finding
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.05
@@ -12,11 +12,9 @@ _DOUBLE = re.compile(r"dgemm|d884|f64f64|(Functor\w*|Ops)<double")
 def fp64_work(case: Case) -> Finding | None:
     """Finding if fp64 operators or kernels take a considerable share of device time."""
     profile = case.profile
-    if profile is None:
-        return None
-    ops_s = case.ops_s(profile, [op for op in profile.ops if op.dtype == "fp64"])
-    named_s = case.per_step(profile, sum(k.total_s for k in profile.kernels if _DOUBLE.search(k.name)))
-    now_s, busy_s = min(max(ops_s, named_s), case.busy_s(profile)), case.busy_s(profile)
+    ops_s = case.ops_s([op for op in profile.ops if op.dtype == "fp64"])
+    named_s = case.per_step(sum(k.total_s for k in profile.kernels if _DOUBLE.search(k.name)))
+    now_s, busy_s = min(max(ops_s, named_s), case.busy_s), case.busy_s
     if now_s <= CONSIDERABLE * busy_s:
         return None
     return Finding(
@@ -28,10 +26,7 @@ def fp64_work(case: Case) -> Finding | None:
             "NumPy arrays and Python floats in torch.tensor(..., dtype=torch.float64) bring them in unasked."
         ),
         change="tensor.float() where the data enters; torch.set_default_dtype(torch.float32)",
-        evidence=(
-            Evidence(what="work in fp64", value=now_s, unit="s"),
-            Evidence(what="device busy", value=busy_s, unit="s"),
-        ),
+        evidence=in_seconds({"work in fp64": now_s, "device busy": busy_s}),
         saves_s=now_s / 2,
         prediction="Half of it by the bytes alone; products gain more.",
     )

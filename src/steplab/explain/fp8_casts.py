@@ -4,7 +4,7 @@ from steplab.errors import UserError
 from steplab.explain.case import Case
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
-from steplab.specs.resolve import command, with_fields
+from steplab.specs.resolve import with_fields
 from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 
@@ -20,10 +20,10 @@ _FIX = {"precision": "fp8"}
 def fp8_casts(case: Case) -> Finding | None:
     """Finding if another library's casts to fp8 take a considerable share of device time."""
     spec, profile = case.spec, case.profile
-    if profile is None or not _multiplies_in_fp8(profile):
+    if not _multiplies_in_fp8(profile):
         return None
     casts = [each for each in profile.kernels if each.category != "matmul" and _CAST.search(each.name)]
-    now_s, busy_s = case.per_step(profile, sum(each.total_s for each in casts)), case.busy_s(profile)
+    now_s, busy_s = case.per_step(sum(each.total_s for each in casts)), case.busy_s
     if now_s <= CONSIDERABLE * busy_s:
         return None
     fields = _FIX if spec and _serves(spec) else {}
@@ -37,7 +37,7 @@ def fp8_casts(case: Case) -> Finding | None:
             "operands contiguous along the summed dimension. So each operand is read several times and written by rows "
             "and by columns, which costs part of the time that the products save."
         ),
-        change=command(spec, fields) if spec and fields else "y = fp8_linear(x, weight)  # steplab.ops.fp8.linear",
+        change=case.change(fields, "y = fp8_linear(x, weight)  # steplab.ops.fp8.linear"),
         note="with --block-ops triton norms, SwiGLU and the rotary embedding also return largest magnitudes",
         evidence=(
             Evidence(what="casts to fp8 and searches for largest magnitudes", value=now_s, unit="s"),
@@ -48,7 +48,7 @@ def fp8_casts(case: Case) -> Finding | None:
         at_most=True,
         prediction=(
             "At most: all of them. steplab's kernel writes both layouts in one pass, which takes time too, and a fused "
-            "kernel here may compute more than the cast." + case.host_limit(profile, now_s)
+            "kernel here may compute more than the cast." + case.host_limit(now_s)
         ),
         fields=fields,
     )

@@ -9,12 +9,11 @@ Python loop over elements or experts."""
 from collections import defaultdict
 from dataclasses import dataclass
 
-from steplab.explain.case import ACROSS, Case
+from steplab.explain.case import ACROSS, Case, in_seconds
 from steplab.explain.vocabulary import padding_saves_s
 from steplab.explain.waiting import is_launch_bound
 from steplab.records.finding import Evidence, Finding
-from steplab.records.profile import CompiledShares, Profile
-from steplab.specs.resolve import command
+from steplab.records.profile import CompiledShares
 from steplab.units import format_percent, format_time
 
 FUSABLE = ("elementwise", "normalisation", "softmax", "reduction", "copy")
@@ -48,24 +47,25 @@ class Fusing:
         return self.fused_s + self.products_s + self.gaps_s * (1 - self.shares.kernels)
 
 
-def fusing_of(case: Case, profile: Profile) -> Fusing:
+def fusing_of(case: Case) -> Fusing:
+    profile = case.profile
     shares = profile.compiled or MOST_LEFT
     model = [phase for phase in profile.phases if is_compiled(phase.phase)]
 
     def seconds(categories: tuple[str, ...]) -> float:
-        return case.per_step(profile, sum(phase.categories.get(each, 0.0) for phase in model for each in categories))
+        return case.per_step(sum(phase.categories.get(each, 0.0) for phase in model for each in categories))
 
     copies = [kernel for kernel in profile.kernels if kernel.category == "copy" and is_compiled(kernel.phase)]
-    across_s = case.per_step(profile, sum(kernel.total_s for kernel in copies if ACROSS.search(kernel.name)))
-    padding_s = padding_saves_s(case, profile)
+    across_s = case.per_step(sum(kernel.total_s for kernel in copies if ACROSS.search(kernel.name)))
+    padding_s = padding_saves_s(case)
     num_kernels = sum(phase.num_kernels for phase in model) / profile.num_steps
-    idle_s = case.per_step(profile, sum(phase.idle_s for phase in model))
+    idle_s = case.per_step(sum(phase.idle_s for phase in model))
     gaps_s = min(idle_s, num_kernels * _LONGEST_GAP_S)
     return Fusing(
         shares=shares,
         fusable_s=seconds(FUSABLE) - across_s,
         products_s=padding_s + (seconds(_PRODUCTS) - padding_s) * (1 - shares.products),
-        gaps_s=gaps_s if case.step_s is None else max(0.0, min(gaps_s, case.step_s - case.busy_s(profile))),
+        gaps_s=gaps_s if case.step_s is None else max(0.0, min(gaps_s, case.step_s - case.busy_s)),
         num_kernels=num_kernels,
     )
 
@@ -84,57 +84,54 @@ _NUM_NAMED = 3
 def fusable_elementwise(case: Case) -> Finding | None:
     """Finding if fusing an eager model's elementwise work would save a considerable share of device time. On a CPU the
     saving is unknown, so the work itself must take that share."""
-    profile = case.profile
-    if profile is None or not case.is_eager:
+    if not case.is_eager:
         return None
-    fusing, busy_s = fusing_of(case, profile), case.busy_s(profile)
+    fusing, busy_s = fusing_of(case), case.busy_s
     if (fusing.fused_s if case.is_gpu else fusing.fusable_s) <= CONSIDERABLE * busy_s:
         return None
     fields = {"compile": "default"} if case.spec else {}
-    saves_s, prediction = _gain(case, profile, fusing)
+    saves_s, prediction = _gain(case, fusing)
     share = format_percent(fusing.fusable_s / busy_s)
-    saved = [
-        Evidence(what="device time that fusing saves", value=fusing.fused_s, unit="s"),
-        Evidence(what="device time that matrix products save", value=fusing.products_s, unit="s"),
-        Evidence(
-            what="kernels per step that fusing saves", value=fusing.num_kernels * (1 - fusing.shares.kernels), unit=""
-        ),
-    ]
-    if not fusing.products_s:
-        del saved[1]  # zero would be no measurement: without a dry run unpadded products are unknown
+    evidence = {
+        "elementwise, normalisation, softmax, reduction and copy": fusing.fusable_s,
+        "device busy": busy_s,
+    }
+    fewer: tuple[Evidence, ...] = ()
+    if case.is_gpu:
+        evidence["device time that fusing saves"] = fusing.fused_s
+        if fusing.products_s:  # zero would be no measurement: without a dry run unpadded products are unknown
+            evidence["device time that matrix products save"] = fusing.products_s
+        num_fewer = fusing.num_kernels * (1 - fusing.shares.kernels)
+        fewer = (Evidence(what="kernels per step that fusing saves", value=num_fewer, unit=""),)
     return Finding(
         kind="fusable_elementwise",
         title=f"{'Kernels' if case.is_gpu else 'Operators'} that could be fused take {share} of the device's work",
         saw=(
             f"Outside of the optimizer, elementwise work, norms, softmax, sums and copies take "
-            f"{format_time(fusing.fusable_s)} of {format_time(busy_s)} per step.{_most(case, profile)}"
+            f"{format_time(fusing.fusable_s)} of {format_time(busy_s)} per step.{_most(case)}"
         ),
         why=(
             "Such a kernel computes little and lasts as long as memory takes to read its inputs and write its output. "
             "In a chain of kernels every intermediate is written and read again; fused into one kernel, none "
             "does."
         ),
-        change=command(case.spec, fields) if case.spec else "model = torch.compile(model)",
+        change=case.change(fields, "model = torch.compile(model)"),
         note="compiling takes seconds to minutes at the start; in your own code: model = torch.compile(model)",
-        evidence=(
-            Evidence(what="elementwise, normalisation, softmax, reduction and copy", value=fusing.fusable_s, unit="s"),
-            Evidence(what="device busy", value=busy_s, unit="s"),
-            *(saved if case.is_gpu else ()),
-        ),
+        evidence=(*in_seconds(evidence), *fewer),
         saves_s=saves_s,
         prediction=prediction,
         fields=fields,
     )
 
 
-def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float | None, str]:
+def _gain(case: Case, fusing: Fusing) -> tuple[float | None, str]:
     """Seconds saved and their derivation; None on a CPU. For a launch-bound step, launches decide."""
     if not case.is_gpu:
         why = "The gain from compiling is known only for CUDA GPUs; on a CPU compiling may also cost time."
         return None, why
     shares = fusing.shares
     leaves = f"{format_percent(shares.memory_bound)} of these kernels' time and {format_percent(shares.kernels)}"
-    if profile.compiled is not None:
+    if case.profile.compiled is not None:
         told = f"By a dry run of the step, eager and as Inductor fuses it, compiling leaves {leaves} of the kernels."
     else:
         told = (
@@ -142,10 +139,10 @@ def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float | None, s
         )
     if fusing.products_s > 0:
         told += f" The compiler pads products with the vocabulary, which saves {format_time(fusing.products_s)}."
-    if case.step_s is None or not is_launch_bound(case, profile):
+    if case.step_s is None or not is_launch_bound(case):
         saves_s = max(0.0, fusing.saves_s)
-        return saves_s, told + case.host_limit(profile, saves_s)
-    device_s = case.busy_s(profile) + fusing.gaps_s - fusing.saves_s
+        return saves_s, told + case.host_limit(saves_s)
+    device_s = case.busy_s + fusing.gaps_s - fusing.saves_s
     told += (
         " Launches limit the step: it is assumed to last as long as they do, where compiling leaves "
         f"{format_percent(shares.host)} of Python's time, or as the device's work if that is longer."
@@ -153,11 +150,11 @@ def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float | None, s
     return max(0.0, case.step_s - max(device_s, shares.host * case.step_s)), told
 
 
-def _most(case: Case, profile: Profile) -> str:
+def _most(case: Case) -> str:
     found = defaultdict[str, float](float)
-    for op in profile.ops:
+    for op in case.profile.ops:
         if op.range and op.category in FUSABLE and is_compiled(op.phase):
-            found[f"{op.range} {op.phase}"] += case.per_step(profile, op.device_s)
+            found[f"{op.range} {op.phase}"] += case.per_step(op.device_s)
     longest = sorted(found.items(), key=lambda place: -place[1])[:_NUM_NAMED]
     places = ", ".join(f"{place} {format_time(seconds)}" for place, seconds in longest)
     return f" Most of that is in {places}." if places else ""
@@ -176,7 +173,7 @@ def tiny_kernels(case: Case) -> Finding | None:
     """Finding on a GPU if one operator launches MANY tiny kernels per step, or a loop over experts selects tokens.
     Kernels and waits for launches must take a twentieth of the step."""
     profile = case.profile
-    if profile is None or profile.device != "cuda" or not profile.num_launches:
+    if profile.device != "cuda" or not profile.num_launches:
         return None
 
     def per_step(names: tuple[str, ...]) -> float:
@@ -192,11 +189,11 @@ def tiny_kernels(case: Case) -> Finding | None:
     num = sum(op.kernels for op in chosen) / profile.num_steps
     if not loops and num < MANY:
         return None
-    device_s = case.ops_s(profile, chosen)
-    waits_s = case.per_step(profile, sum(phase.host_bound_s for phase in profile.phases))
+    device_s = case.ops_s(chosen)
+    waits_s = case.profiled_wait_s()
     share = min(1.0, num / (profile.num_launches / profile.num_steps))
-    saves_s = min(device_s + waits_s * share, case.length_s(profile))
-    if saves_s <= 0.05 * case.length_s(profile):
+    saves_s = min(device_s + waits_s * share, case.length_s)
+    if saves_s <= 0.05 * case.length_s:
         return None
     return Finding(
         kind="tiny_kernels",
@@ -214,8 +211,7 @@ def tiny_kernels(case: Case) -> Finding | None:
         else "one call on a stacked tensor (torch.stack, torch._foreach_add and the like), or torch.compile",
         evidence=(
             Evidence(what="kernels of it", value=num, unit=""),
-            Evidence(what="device time of these", value=device_s, unit="s"),
-            Evidence(what="waiting for their launches", value=waits_s * share, unit="s"),
+            *in_seconds({"device time of these": device_s, "waiting for their launches": waits_s * share}),
         ),
         saves_s=saves_s,
         at_most=True,

@@ -20,7 +20,7 @@ _NUM_NAMED = 3
 def host_copies_and_syncs(case: Case) -> Finding | None:
     """Finding if Python synchronises with the GPU or copies at least once per step, and the GPU then idles."""
     profile = case.profile
-    if profile is None or profile.device != "cuda":
+    if profile.device != "cuda":
         return None
     calls = [call for call in profile.host_calls if _counts(call)]
     # Reading a number back is a copy and a synchronisation, and one wait.
@@ -28,10 +28,10 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
     count = max(copies, sum(call.calls for call in calls) - copies) / profile.num_steps
     if count < 1:
         return None
-    idle_s = _idle_after_s(case, profile, {call.phase for call in calls})
-    host_s = case.per_step(profile, sum(call.total_s for call in calls))
+    idle_s = _idle_after_s(case, {call.phase for call in calls})
+    host_s = case.per_step(sum(call.total_s for call in calls))
     saves_s = min(idle_s, host_s)
-    if saves_s <= WORTH_TELLING * case.length_s(profile):
+    if saves_s <= WORTH_TELLING * case.length_s:
         return None
     reads = sum(op.calls for op in profile.ops if op.name in _READS_BACK) / profile.num_steps
     change, note, fields = _change(case, calls)
@@ -40,7 +40,7 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
         title=f"The CPU waits for the GPU {'once' if count == 1 else f'{count:.3g} times'} per step",
         saw=(
             f"{_most(profile, calls)}.{_places(profile)} The GPU is idle for {format_time(idle_s)} per step "
-            f"({format_percent(idle_s / case.length_s(profile))}) in the phases of these calls and in those that "
+            f"({format_percent(idle_s / case.length_s)}) in the phases of these calls and in those that "
             "follow them, because nothing has been launched."
         ),
         why=(
@@ -96,16 +96,14 @@ def _counts(call: HostCallStats) -> bool:
     return bool(_WAITS.match(call.name)) and not own and not at_once and not _ASYNCHRONOUS.search(call.name)
 
 
-def _idle_after_s(case: Case, profile: Profile, of: set[str]) -> float:
+def _idle_after_s(case: Case, of: set[str]) -> float:
     """Idle seconds in the phases of such calls and in their next phases; at most the unprofiled step's idle time."""
-    phases = [phase.phase for phase in profile.phases]
+    phases = [phase.phase for phase in case.profile.phases]
     after = {phases[(number + 1) % len(phases)] for number, name in enumerate(phases) if name in of}
     if of - set(phases):  # nothing ran on the device in that phase, so the next step idles
         after.add(phases[0])
-    idle_s = case.per_step(profile, sum(p.host_bound_s for p in profile.phases if p.phase in of | after))
-    if case.step_s is None:
-        return idle_s
-    return min(idle_s, max(0.0, case.step_s - case.busy_s(profile)))
+    idle_s = case.profiled_wait_s(p for p in case.profile.phases if p.phase in of | after)
+    return idle_s if case.step_s is None else min(idle_s, max(0.0, case.step_s - case.busy_s))
 
 
 def _change(case: Case, calls: list[HostCallStats]) -> tuple[str, str, dict[str, str]]:

@@ -1,12 +1,12 @@
 from dataclasses import replace
 
 from steplab.errors import Unsupported
-from steplab.explain.case import Case
+from steplab.explain.case import Case, in_seconds
 from steplab.explain.compile_in_the_loop import compile_in_the_loop
 from steplab.explain.data_loading import data_loading
 from steplab.explain.fusing import fusing_of
 from steplab.explain.host_copies_and_syncs import host_copies_and_syncs
-from steplab.explain.waiting import CONSIDERABLE, is_launch_bound, model_phases, profiled_wait_s, wait_s, waits_for_host
+from steplab.explain.waiting import CONSIDERABLE, is_launch_bound, model_phases, wait_s, waits_for_host
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
 from steplab.specs.resolve import command
@@ -17,35 +17,34 @@ from steplab.units import format_percent, format_time
 def launch_bound(case: Case) -> Finding | None:
     """Finding if the device waits for Python in a considerable share of forward and backward. The profiler slows
     Python, so unprofiled times must confirm it if present."""
-    profile = case.profile
-    if profile is None or not waits_for_host(case, profile):
+    if not waits_for_host(case):
         return None
-    waiting_s = wait_s(case, profile, model_phases(profile))
+    waiting_s = wait_s(case)
     if case.step_s is None:  # another diagnosis reports a known cause
         causes = (host_copies_and_syncs(case), data_loading(case), compile_in_the_loop(case))
         waiting_s -= sum(cause.saves_s or 0.0 for cause in causes if cause)
-        if waiting_s <= CONSIDERABLE * case.length_s(profile):
+        if waiting_s <= CONSIDERABLE * case.length_s:
             return None
-    change, note, fields = _change(case) if is_launch_bound(case, profile) else _SLOW_HOST
+    change, note, fields = _change(case) if is_launch_bound(case) else _SLOW_HOST
     replays = change != _SLOW_HOST[0]
     records_graphs = bool(fields) or (replays and case.spec is None)
     waits = records_graphs and host_copies_and_syncs(case) is not None
     if waits:
         note += _SYNCS_FIRST
     fuses = case.is_eager and bool(fields)
-    fused_s = fusing_of(case, profile).fused_s if fuses else 0.0
-    share = format_percent(waiting_s / case.length_s(profile))
+    fused_s = fusing_of(case).fused_s if fuses else 0.0
+    share = format_percent(waiting_s / case.length_s)
     return Finding(
         kind="launch_bound",
-        title=f"The GPU waits for the CPU{_where(profile)}, {share} of the step",
-        saw=_saw(case, profile, waiting_s),
+        title=f"The GPU waits for the CPU{_where(case.profile)}, {share} of the step",
+        saw=_saw(case, waiting_s),
         why=(
             "The CPU launches the GPU's kernels, in a few microseconds each. Where kernels end before the next ones "
             "are launched, the GPU is idle, and neither a faster GPU nor a smaller dtype shortens the step."
         ),
         change=change,
         note=note,
-        evidence=_evidence(case, profile, waiting_s, fused_s),
+        evidence=_evidence(case, waiting_s, fused_s),
         saves_s=waiting_s + fused_s,
         at_most=case.step_s is None or not replays,
         prediction=_prediction(case, waiting_s, fused_s, replays=replays, whole_step="cuda_graph" in fields),
@@ -90,10 +89,11 @@ def _graph_fields(spec: StepSpec) -> dict[str, str]:
     return eager | {"cuda_graph": "step"}
 
 
-def _saw(case: Case, profile: Profile, waiting_s: float) -> str:
+def _saw(case: Case, waiting_s: float) -> str:
+    profile = case.profile
     told = (
         f"Under the profiler the next kernel was not yet launched{_where(profile)} for "
-        f"{format_time(profiled_wait_s(case, profile, model_phases(profile)))} of a step of "
+        f"{format_time(case.profiled_wait_s(model_phases(profile)))} of a step of "
         f"{format_time(profile.window_s / profile.num_steps)}, with {profile.num_launches / profile.num_steps:.0f} "
         "launches."
     )
@@ -101,7 +101,7 @@ def _saw(case: Case, profile: Profile, waiting_s: float) -> str:
         return told + " The step was not timed without a profiler, which slows Python: the real share is smaller."
     return told + (
         f" Without it a step takes {format_time(case.step_s)}, and the device works for "
-        f"{format_time(case.busy_s(profile))} of it; it waits{_where(profile)} for {format_time(waiting_s)}."
+        f"{format_time(case.busy_s)} of it; it waits{_where(profile)} for {format_time(waiting_s)}."
     )
 
 
@@ -109,24 +109,18 @@ def _where(profile: Profile) -> str:
     return " in forward and backward" if len(model_phases(profile)) < len(profile.phases) else ""
 
 
-def _evidence(case: Case, profile: Profile, waiting_s: float, fused_s: float) -> tuple[Evidence, ...]:
-    idle = tuple(
-        Evidence(
-            what=f"idle while Python launches, {phase.phase}, under the profiler",
-            value=profiled_wait_s(case, profile, [phase]),
-            unit="s",
-        )
+def _evidence(case: Case, waiting_s: float, fused_s: float) -> tuple[Evidence, ...]:
+    profile = case.profile
+    before = {
+        f"idle while Python launches, {phase.phase}, under the profiler": case.profiled_wait_s([phase])
         for phase in model_phases(profile)
-    )
-    step = (Evidence(what="step, unprofiled", value=case.step_s, unit="s"),) if case.step_s is not None else ()
-    fused = (Evidence(what="device time that fusing also saves", value=fused_s, unit="s"),) if fused_s else ()
+    }
+    before |= {} if case.step_s is None else {"step, unprofiled": case.step_s}
+    fused = {"device time that fusing also saves": fused_s} if fused_s else {}
     return (
-        *idle,
-        *step,
-        Evidence(what="device busy", value=case.busy_s(profile), unit="s"),
+        *in_seconds(before | {"device busy": case.busy_s}),
         Evidence(what="launches", value=profile.num_launches / profile.num_steps, unit=""),
-        Evidence(what="waiting in forward and backward", value=waiting_s, unit="s"),
-        *fused,
+        *in_seconds({"waiting in forward and backward": waiting_s} | fused),
     )
 
 

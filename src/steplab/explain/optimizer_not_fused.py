@@ -3,9 +3,8 @@ from functools import partial
 
 from steplab.costs.kernel_time import streaming_s
 from steplab.costs.operators import UPDATE_PASSES
-from steplab.explain.case import Case, reached_bandwidth
+from steplab.explain.case import Case, in_seconds, reached_bandwidth
 from steplab.records.finding import Evidence, Finding
-from steplab.records.profile import Profile
 from steplab.specs.resolve import command
 from steplab.units import format_bytes, format_time
 
@@ -42,14 +41,12 @@ _FOUND = partial(
 
 def optimizer_not_fused(case: Case) -> Finding | None:
     """Finding for AdamW as a loop or foreach, and for imported traces with many small Adam kernels."""
-    if case.spec is not None:
-        return _from_spec(case)
-    return _from_kernels(case, case.profile) if case.profile is not None else None
+    return _from_kernels(case) if case.spec is None else _from_spec(case)
 
 
 def _from_spec(case: Case) -> Finding | None:
     """Finding without a profile, from the measured optimizer time and the bytes that AdamW must move."""
-    spec, model, now_s = case.spec, case.run.model, case.phase_s("optimizer")
+    spec, model, now_s = case.spec, case.run.model, case.run.phase_s("optimizer")
     gpu = case.gpu
     if spec is None or spec.optimizer not in _NOT_FUSED or spec.pass_name != "train" or now_s is None:
         return None
@@ -69,7 +66,7 @@ def _from_spec(case: Case) -> Finding | None:
     evidence = [Evidence(what="optimizer step, unprofiled", value=now_s, unit="s")]
     if moved is not None:
         evidence.append(Evidence(what="bytes AdamW must move", value=moved, unit="B"))
-    if case.profile is not None and (phase := case.profile.phase("optimizer")):
+    if phase := case.profile.phase("optimizer"):
         kernels = phase.num_kernels / case.profile.num_steps
         evidence.append(Evidence(what="kernels of an optimizer step", value=kernels, unit=""))
     return _FOUND(
@@ -84,8 +81,8 @@ def _from_spec(case: Case) -> Finding | None:
     )
 
 
-def _from_kernels(case: Case, profile: Profile) -> Finding | None:
-    phase = profile.phase("optimizer")
+def _from_kernels(case: Case) -> Finding | None:
+    profile, phase = case.profile, case.profile.phase("optimizer")
     kernels = [k for k in profile.kernels if k.phase == "optimizer" and k.category in _SMALL]
     num_kernels = sum(kernel.calls for kernel in kernels) / profile.num_steps
     if phase is None or profile.device not in _FUSED_ON or num_kernels < MANY_KERNELS:
@@ -93,10 +90,10 @@ def _from_kernels(case: Case, profile: Profile) -> Finding | None:
     names = {k.name for k in kernels} | {op.name for op in profile.ops if op.phase == "optimizer"}
     if any(map(_FUSED.search, names)):
         return None
-    now_s, busy_s = case.per_step(profile, phase.window_s), case.busy_s(profile, [phase])
+    now_s, busy_s = case.per_step(phase.window_s), case.per_step(phase.busy_s)
     is_adam = any(map(_ADAM.search, names))
     saves_s = now_s - busy_s * (FUSED_BYTES / STEPWISE_BYTES if is_adam else 1.0)
-    if saves_s <= CONSIDERABLE * case.length_s(profile):
+    if saves_s <= CONSIDERABLE * case.length_s:
         return None
     work = "operators" if profile.device == "cpu" else "kernels"
     return _FOUND(
@@ -107,8 +104,7 @@ def _from_kernels(case: Case, profile: Profile) -> Finding | None:
         change=_IN_CODE if is_adam else "torch.optim.SGD(..., fused=True)  # or your optimizer",
         note="Adam, AdamW, SGD and Adagrad of torch have fused=True; parameters must be floating-point",
         evidence=(
-            Evidence(what="optimizer phase", value=now_s, unit="s"),
-            Evidence(what="device busy in it", value=busy_s, unit="s"),
+            *in_seconds({"optimizer phase": now_s, "device busy in it": busy_s}),
             Evidence(what=f"{work} of an optimizer step", value=num_kernels, unit=""),
         ),
         saves_s=saves_s,

@@ -4,8 +4,8 @@ Each needs the traces of all ranks (`steplab import-trace FOLDER`)."""
 
 from statistics import median
 
-from steplab.explain.case import Case
-from steplab.records.finding import Evidence, Finding
+from steplab.explain.case import Case, in_seconds
+from steplab.records.finding import Finding
 from steplab.records.profile import TracedRank, TracedRanks
 from steplab.units import format_percent, format_rate, format_time
 
@@ -39,10 +39,7 @@ def straggler(case: Case) -> Finding | None:
         ),
         why="A collective begins when its last rank arrives, so one slow rank slows all of them.",
         change=f"look at rank {last.rank}: its data loading, its clock and temperature, its host",
-        evidence=(
-            Evidence(what="waits for it", value=last.late_s, unit="s"),
-            Evidence(what="exposed communication of a rank that waits", value=waits_s, unit="s"),
-        ),
+        evidence=in_seconds({"waits for it": last.late_s, "exposed communication of a rank that waits": waits_s}),
         saves_s=saves_s,
         at_most=True,
         prediction="At most: the rank arrives with the others.",
@@ -65,10 +62,7 @@ def imbalance(case: Case) -> Finding | None:
         saw=f"It computes for {format_time(most.compute_s)} per step; all ranks for {format_time(mean_s)} in the mean.",
         why="Ranks wait for the one with the most work: tokens, experts, layers or padding.",
         change="give ranks the same number of tokens (batch by length), layers by their time, experts by load",
-        evidence=(
-            Evidence(what="computation of the longest rank beyond the mean", value=saves_s, unit="s"),
-            Evidence(what="mean computation", value=mean_s, unit="s"),
-        ),
+        evidence=in_seconds({"computation of the longest rank beyond the mean": saves_s, "mean computation": mean_s}),
         saves_s=saves_s,
         at_most=True,
         prediction="At most: every rank computes for the mean.",
@@ -97,7 +91,7 @@ def late_message(case: Case) -> Finding | None:
         ),
         why="A message that is ready after all other work, such as the last bucket of gradients, is fully exposed.",
         change="DistributedDataParallel(model, bucket_cap_mb=...) with a smaller last bucket; FSDP2 with prefetching",
-        evidence=(Evidence(what="transfer with no concurrent computation", value=found.exposed_s, unit="s"),),
+        evidence=in_seconds({"transfer with no concurrent computation": found.exposed_s}),
         saves_s=found.exposed_s,
         at_most=True,
         prediction="At most: all of that transfer hidden.",
@@ -127,7 +121,7 @@ def slow_group(case: Case) -> Finding | None:
         f"{format_time(exposed_s)} per step.",
         why="A group that spans machines, or crosses a slow link, should carry the fewest bytes.",
         change="lay tensor and expert parallelism within a machine and data parallelism across; check NCCL_DEBUG=INFO",
-        evidence=(Evidence(what="its exposed transfers", value=exposed_s, unit="s"),),
+        evidence=in_seconds({"its exposed transfers": exposed_s}),
         saves_s=saves_s,
         at_most=True,
         prediction="At most: its exposed transfers at the best group's bandwidth.",

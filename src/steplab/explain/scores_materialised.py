@@ -3,12 +3,11 @@ from dataclasses import dataclass
 from math import prod
 
 from steplab.costs.kernel_time import Product, attention_s
-from steplab.explain.case import Case, stated_peak
+from steplab.explain.case import Case, in_seconds, stated_peak
 from steplab.explain.shapes import Shape, product_of, shapes_of, softmax_inputs
 from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import ATTENTION_PARTS, OpStats, Profile
-from steplab.specs.resolve import command
 from steplab.units import format_bytes, format_count, format_percent, format_time, listed
 
 CONSIDERABLE = 0.05
@@ -30,22 +29,17 @@ def scores_materialised(case: Case) -> Finding | None:
     """Finding if attention scores go through memory and take a considerable share of device time. Ranges of plain
     attention identify them, else square inputs of a softmax."""
     profile = case.profile
-    if profile is None:
-        return None
     # A user's own model has its own attention, which the spec's field does not describe.
     chosen = case.spec if case.spec and case.spec.model.kind != "factory" else None
     if chosen is not None and not implementation(chosen.attention).materialises_scores:
         return None
     seen = _by_range(profile) or _by_shape(profile)
-    busy_s = case.busy_s(profile)
-    if seen is None:
-        return None
-    now_s = case.per_step(profile, seen.total_s)
-    if now_s <= CONSIDERABLE * busy_s:
+    now_s, busy_s = case.per_step(seen.total_s) if seen else 0.0, case.busy_s
+    if seen is None or now_s <= CONSIDERABLE * busy_s:
         return None
     fields = {"attention": "sdpa"} if chosen else {}
     own = _IN_CODE.format("is_causal=True" if case.is_causal else "attn_mask=mask")
-    saves_s, prediction = _gain(case, profile, seen, now_s)
+    saves_s, prediction = _gain(case, seen, now_s)
     moved = sum(op.moved_bytes or 0.0 for op in seen.ops) / profile.num_steps
     flops = sum(op.flops or 0.0 for op in seen.ops if op.category == "matmul") / profile.num_steps
     did = [f"take {format_time(now_s)} per step"]
@@ -60,11 +54,10 @@ def scores_materialised(case: Case) -> Finding | None:
             "plain attention writes and reads them several times. A fused kernel keeps them on the chip, tile by tile, "
             "and skips scores that a causal mask hides."
         ),
-        change=command(chosen, fields) if chosen else own,
+        change=case.change(fields, own),
         note=f"in your own code: {own}" if chosen else "with the present mask, if any",
         evidence=(
-            Evidence(what="scores, softmax and values", value=now_s, unit="s"),
-            Evidence(what="device busy", value=busy_s, unit="s"),
+            *in_seconds({"scores, softmax and values": now_s, "device busy": busy_s}),
             *([Evidence(what="bytes they move at least", value=moved, unit="B")] if moved else []),
             *([Evidence(what="FLOPs of their matmuls", value=flops, unit="FLOP")] if flops else []),
         ),
@@ -112,7 +105,7 @@ def _is_square(shape: Shape) -> bool:
     return len(sizes) > 2 and sizes[-1] == sizes[-2] >= _SMALLEST_CONTEXT
 
 
-def _gain(case: Case, profile: Profile, seen: _Seen, now_s: float) -> tuple[float | None, str]:
+def _gain(case: Case, seen: _Seen, now_s: float) -> tuple[float | None, str]:
     products = [op for op in seen.ops if op.category == "matmul" and op.flops]
     scores = _scores(products)
     if scores is None:
@@ -125,18 +118,17 @@ def _gain(case: Case, profile: Profile, seen: _Seen, now_s: float) -> tuple[floa
     # plain attention has two products forward and four backward, each with the FLOPs of the scores
     passes = {False: forward / (2 * scores.flops), True: backward / (4 * scores.flops)}
     fused_s = case.per_step(
-        profile,
         sum(
             number * attention_s("sdpa", scores, dtype, case.gpu, backward=is_backward, causal=case.is_causal)
             for is_backward, number in passes.items()
-        ),
+        )
     )
     masked = "half of the square, the rest being masked" if case.is_causal else "the whole square"
     saves_s = max(0.0, now_s - fused_s)
     return saves_s, (
         f"A fused kernel computes {masked}, and five products for four in the backward pass, in "
         f"{format_time(fused_s)}: the rate of torch's own on {case.gpu.rates.name}, with "
-        f"{stated_peak(dtype, case.gpu)}." + case.host_limit(profile, saves_s)
+        f"{stated_peak(dtype, case.gpu)}." + case.host_limit(saves_s)
     )
 
 

@@ -6,13 +6,12 @@ import math
 import re
 from dataclasses import dataclass
 
-from steplab.costs.kernel_time import Product, head_columns
+from steplab.costs.kernel_time import FIRST_FACTOR, Product, head_columns
 from steplab.costs.operators import FLOATING_BYTES
 from steplab.explain.case import Case
 from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
-from steplab.specs.resolve import command
 from steplab.units import format_percent, format_time
 
 _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
@@ -43,17 +42,13 @@ def shapes_of(op: OpStats) -> tuple[Shape, ...]:
 
 def product_of(op: OpStats) -> Product | None:
     """Sizes of a matrix product from its factors [..., m, k] and [..., k, n]; None for other operators or missing
-    sizes."""
-    first = _FIRST_FACTOR.get(op.name.removeprefix("aten::"))
+    sizes. Compiled code puts the output last."""
+    first = FIRST_FACTOR.get(op.name.removeprefix("aten::"))
     factors = [] if first is None else [shape.sizes for shape in shapes_of(op)][first : first + 2]
     if len(factors) < 2 or min(map(len, factors)) < 2:
         return None
     (*batch, m, k), (*_, rows, n) = factors
     return Product(m=m, n=n, k=k, batch=math.prod(batch)) if rows == k else None
-
-
-_FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-"""Index of the first factor among an operator's inputs; compiled code puts the output last."""
 
 
 def softmax_inputs(profile: Profile) -> list[Shape]:
@@ -68,11 +63,10 @@ Multiplication Background User's Guide")."""
 def head_dimension(case: Case) -> Finding | None:
     """Finding for head dimensions that fused attention pads. Without fused attention: for no multiple of 8, which
     tensor-core kernels cannot load whole."""
-    spec, profile = case.spec, case.profile
-    width = _from_spec(case)
+    spec, width = case.spec, _from_spec(case)
     fused = spec is not None and not implementation(spec.attention).materialises_scores
     if width is None:
-        width, fused = _from_ops(profile), True
+        width, fused = _from_ops(case.profile), True
     if width is None:
         return None
     padded = head_columns(width)
@@ -84,8 +78,8 @@ def head_dimension(case: Case) -> Finding | None:
     if fused and padded != width:
         evidence.append(Evidence(what="computed as", value=padded, unit=""))
         saw += f", computed as {padded}: {format_percent(1 - width / padded)} of the work is on zeros."
-        attention_s = case.per_step(profile, profile.category_s("attention")) if profile else 0.0
-        if profile and attention_s:
+        attention_s = case.per_step(case.profile.category_s("attention"))
+        if attention_s:
             saves_s = attention_s * (1 - width / padded)
             evidence.append(Evidence(what="fused attention", value=attention_s, unit="s"))
             saw += f" Fused attention takes {format_time(attention_s)} per step."
@@ -105,9 +99,9 @@ def head_dimension(case: Case) -> Finding | None:
             "Attention kernels are compiled for a few widths, and tensor cores multiply blocks of fixed size. A head "
             "of another width is padded with zeros, which take as long to multiply as other numbers."
         ),
-        change=command(spec, fields)
-        if spec and fields
-        else f"choose the number of heads so that each is {' or '.join(map(str, _good(width)))} wide",
+        change=case.change(
+            fields, f"choose the number of heads so that each is {' or '.join(map(str, _good(width)))} wide"
+        ),
         note="this changes the model: the number of parameters stays, the number and width of the heads do not",
         evidence=tuple(evidence),
         saves_s=saves_s,
@@ -140,9 +134,9 @@ def _from_spec(case: Case) -> int | None:
     return model.configured("head_dim") or (hidden // heads if hidden and heads and heads > 0 else None)
 
 
-def _from_ops(profile: Profile | None) -> int | None:
+def _from_ops(profile: Profile) -> int | None:
     """Last size of the queries in fused attention, [batch, heads, tokens, width] or with heads and tokens exchanged."""
-    for op in profile.ops if profile else ():
+    for op in profile.ops:
         shapes = shapes_of(op)
         if op.category == "attention" and op.name.startswith("aten::") and shapes and len(shapes[0].sizes) == 4:
             return shapes[0].sizes[-1]

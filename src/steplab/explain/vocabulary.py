@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from steplab.costs.kernel_time import streaming_s
-from steplab.explain.case import WORTH_TELLING, Case, reached_bandwidth
+from steplab.explain.case import WORTH_TELLING, Case, in_seconds, reached_bandwidth
 from steplab.explain.shapes import ALIGNED, shapes_of
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
@@ -31,14 +31,14 @@ class VocabularyPart:
     loss_s: float
 
 
-def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
+def vocabulary_size(case: Case) -> int | None:
     """Number of entries, from the spec or from the loss's log-softmax over [tokens, V] in an imported trace."""
     model = case.spec.model if case.spec else None
     if model and model.shape:
         return model.shape.vocab_size or None
     if model and (size := model.configured("vocab_size")):
         return size
-    for op in profile.ops if profile else ():
+    for op in case.profile.ops:
         shapes = shapes_of(op)
         if _LOG_SOFTMAX.search(op.name) and shapes and len(shapes[0].sizes) == 2:
             entries = shapes[0].sizes[-1]
@@ -46,10 +46,10 @@ def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
     return None
 
 
-def vocabulary_part(case: Case, profile: Profile) -> VocabularyPart | None:
+def vocabulary_part(case: Case) -> VocabularyPart | None:
     """Costs of output head and loss, found by ranges or by tensors [.., V]; None if neither exists. Excludes the
     embedding's look-up and the optimizer's update of the head's weights."""
-    size = vocabulary_size(case, profile)
+    size, profile = vocabulary_size(case), case.profile
     if size is None:
         return None
     ops = [op for op in profile.ops if _HEAD.search(op.range)]
@@ -93,22 +93,22 @@ _HALF = {"bf16", "fp16"}
 def vocabulary_padding(case: Case) -> Finding | None:
     """Finding on a GPU if the vocabulary is no multiple of 64 and its products are slower than others. Without a
     profile: for no multiple of 8."""
-    size = vocabulary_size(case, case.profile)
+    size = vocabulary_size(case)
     if size is None or size % SUITS == 0 or not case.is_gpu:  # other devices have no tensor cores
         return None
     padded = _padded(size, SUITS)
-    part = vocabulary_part(case, case.profile) if case.profile else None
-    rates = _rates(case.profile, part) if case.profile and part else None
+    part = vocabulary_part(case)
+    rates = _rates(case.profile, part) if part else None
     saves_s = None
     evidence = [Evidence(what="vocabulary", value=size, unit=""), Evidence(what="padded", value=padded, unit="")]
     saw = f"The vocabulary has {size} entries, no multiple of {SUITS}" + (
         f" nor of {ALIGNED}." if size % ALIGNED else "."
     )
     prediction = "A profile would show the rate of the vocabulary's products and of the others."
-    if case.profile and part and rates:
+    if part and rates:
         head, others = rates
-        now_s = case.per_step(case.profile, part.matmul_s)
-        saves_s = _saves_s(case, case.profile, part, rates, padded)
+        now_s = case.per_step(part.matmul_s)
+        saves_s = _saves_s(case, part, rates, padded)
         saw += (
             f" Its products take {format_time(now_s)} per step, at {format_rate(head, 'FLOP/s')}; the step's other "
             f"products in that dtype run at {format_rate(others, 'FLOP/s')}."
@@ -122,7 +122,7 @@ def vocabulary_padding(case: Case) -> Finding | None:
             Evidence(what="their rate", value=head, unit="FLOP/s"),
             Evidence(what="rate of the step's other products", value=others, unit="FLOP/s"),
         ]
-        if saves_s <= WORTH_TELLING * case.length_s(case.profile):
+        if saves_s <= WORTH_TELLING * case.length_s:
             return None
     elif size % ALIGNED == 0:
         return None  # its rows are aligned, and nothing shows that they are slow
@@ -135,9 +135,7 @@ def vocabulary_padding(case: Case) -> Finding | None:
             "Matmul kernels work on tiles of 64 or 128 columns and load 16 bytes at a time. A size that fits neither "
             "is computed by slower kernels, while a few entries that are never used cost nothing."
         ),
-        change=command(case.spec, fields)
-        if case.spec and fields
-        else f"vocab_size={padded}  # {padded - size} entries that no token uses",
+        change=case.change(fields, f"vocab_size={padded}  # {padded - size} entries that no token uses"),
         evidence=tuple(evidence),
         saves_s=saves_s,
         prediction=prediction,
@@ -145,19 +143,19 @@ def vocabulary_padding(case: Case) -> Finding | None:
     )
 
 
-def padding_saves_s(case: Case, profile: Profile) -> float:
+def padding_saves_s(case: Case) -> float:
     """Device seconds per step saved if a compiler pads the vocabulary, as Inductor does in half precision for unaligned
     rows. 0 in other cases, and for unknown rates."""
-    part = vocabulary_part(case, profile)
+    part = vocabulary_part(case)
     if part is None or not case.is_gpu or part.size % ALIGNED == 0 or not {op.dtype for op in part.matmuls} <= _HALF:
         return 0.0
-    rates = _rates(profile, part)
-    return _saves_s(case, profile, part, rates, _padded(part.size, ALIGNED)) if rates else 0.0
+    rates = _rates(case.profile, part)
+    return _saves_s(case, part, rates, _padded(part.size, ALIGNED)) if rates else 0.0
 
 
-def _saves_s(case: Case, profile: Profile, part: VocabularyPart, rates: tuple[float, float], padded: int) -> float:
+def _saves_s(case: Case, part: VocabularyPart, rates: tuple[float, float], padded: int) -> float:
     head, others = rates
-    return max(0.0, case.per_step(profile, part.matmul_s) * (1 - padded / part.size * head / others))
+    return max(0.0, case.per_step(part.matmul_s) * (1 - padded / part.size * head / others))
 
 
 def _padded(size: int, multiple: int) -> int:
@@ -192,16 +190,15 @@ _LIKE = "fused reduction"
 
 def loss_share(case: Case) -> Finding | None:
     """Finding if the head's matmuls and the loss take a considerable share of device time."""
-    profile, built_in = case.profile, _built_in(case)
-    part = vocabulary_part(case, profile) if profile else None
-    if profile is None or part is None or (built_in is not None and built_in.loss != "plain"):
+    part, built_in = vocabulary_part(case), _built_in(case)
+    if part is None or (built_in is not None and built_in.loss != "plain"):
         return None
-    matmul_s, loss_s = case.per_step(profile, part.matmul_s), case.per_step(profile, part.loss_s)
-    busy_s = case.busy_s(profile)
+    matmul_s, loss_s = case.per_step(part.matmul_s), case.per_step(part.loss_s)
+    busy_s = case.busy_s
     if matmul_s + loss_s <= CONSIDERABLE * busy_s:
         return None
     saves_s, prediction = _gain(case, part, loss_s)
-    if saves_s is not None and saves_s < WORTH_TELLING * case.length_s(profile):
+    if saves_s is not None and saves_s < WORTH_TELLING * case.length_s:
         return None
     change, note = _change(case)
     fields = {}
@@ -221,11 +218,7 @@ def loss_share(case: Case) -> Finding | None:
         ),
         change=change,
         note=note,
-        evidence=(
-            Evidence(what="vocabulary matmuls", value=matmul_s, unit="s"),
-            Evidence(what="loss and casts", value=loss_s, unit="s"),
-            Evidence(what="device busy", value=busy_s, unit="s"),
-        ),
+        evidence=in_seconds({"vocabulary matmuls": matmul_s, "loss and casts": loss_s, "device busy": busy_s}),
         saves_s=saves_s,
         prediction=prediction,
         fields=fields,
@@ -254,7 +247,7 @@ def _change(case: Case) -> tuple[str, str]:
 
 def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None, str]:
     """Seconds saved per step, and their derivation: products remain, all else shrinks to PASSES over the logits."""
-    logits_bytes = _logits_bytes(part, case.profile) if case.profile else None
+    logits_bytes = _logits_bytes(part, case.profile)
     if logits_bytes is None or case.gpu is None:
         return None, "The size of the logits or the bandwidth of the device is not known."
     fused_s = streaming_s(_LIKE, PASSES * logits_bytes, case.gpu)

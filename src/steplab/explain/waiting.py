@@ -1,7 +1,5 @@
 """The device's waits for Python, with and without the profiler."""
 
-from collections.abc import Sequence
-
 from steplab.explain.case import Case
 from steplab.records.profile import PhaseTime, Profile
 
@@ -20,31 +18,26 @@ def model_phases(profile: Profile) -> list[PhaseTime]:
     return [phase for phase in profile.phases if phase.phase in _MODEL] or list(profile.phases)
 
 
-def profiled_wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
-    """Seconds per step in which the next kernel was not launched yet, including the profiler's slowdown of Python."""
-    return case.per_step(profile, sum(phase.host_bound_s for phase in phases))
-
-
-def wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
-    """Idle device seconds per step in these phases: unprofiled minus busy time. Profiled times replace missing step
-    times, and the whole step missing phase times."""
+def wait_s(case: Case) -> float:
+    """Idle device seconds per step in forward and backward: unprofiled minus busy time. Profiled times replace missing
+    step times, and the whole step missing phase times."""
+    phases = model_phases(case.profile)
     if case.step_s is None:
-        return profiled_wait_s(case, profile, phases)
-    timed_s = {phase.phase: case.phase_s(phase.phase) for phase in phases}
+        return case.profiled_wait_s(phases)
+    timed_s = {phase.phase: case.run.phase_s(phase.phase) for phase in phases}
     if None in timed_s.values():
-        return max(0.0, case.step_s - case.busy_s(profile))
-    return sum(max(0.0, (timed_s[phase.phase] or 0.0) - case.busy_s(profile, [phase])) for phase in phases)
+        return max(0.0, case.step_s - case.busy_s)
+    return sum(max(0.0, (timed_s[phase.phase] or 0.0) - case.per_step(phase.busy_s)) for phase in phases)
 
 
-def waits_for_host(case: Case, profile: Profile) -> bool:
+def waits_for_host(case: Case) -> bool:
     """True if forward and backward wait for a considerable share of the step, with and without profiler."""
-    phases = model_phases(profile)
-    profiled_share = sum(phase.host_bound_s for phase in phases) / profile.window_s if profile.window_s else 0.0
-    waits = wait_s(case, profile, phases) > CONSIDERABLE * case.length_s(profile)
-    return profile.device == "cuda" and profiled_share > CONSIDERABLE and waits
+    profile = case.profile
+    profiled_s = sum(phase.host_bound_s for phase in model_phases(profile))
+    waits = wait_s(case) > CONSIDERABLE * case.length_s
+    return profile.device == "cuda" and profiled_s > CONSIDERABLE * profile.window_s and waits
 
 
-def is_launch_bound(case: Case, profile: Profile) -> bool:
-    num_launches = profile.num_launches / profile.num_steps
-    waiting_s = wait_s(case, profile, model_phases(profile))
-    return waits_for_host(case, profile) and waiting_s <= LONGEST_LAUNCH_S * num_launches
+def is_launch_bound(case: Case) -> bool:
+    num_launches = case.profile.num_launches / case.profile.num_steps
+    return waits_for_host(case) and wait_s(case) <= LONGEST_LAUNCH_S * num_launches

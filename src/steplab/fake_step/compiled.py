@@ -8,9 +8,10 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,13 +26,12 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from steplab.costs.kernel_time import FIRST_FACTOR
 from steplab.fake_step.kernels import held_within
-from steplab.fake_step.replacing import replaced
 from steplab.fake_step.storages import Storages, formula_of
 from steplab.fake_step.watching import Watcher
 from steplab.measurement.step.step import ModelStep
 from steplab.model.compiling import repeated_blocks
-from steplab.plan.dry_run.sizes import Count
 
 _VIEWS = frozenset(
     {
@@ -39,8 +39,8 @@ _VIEWS = frozenset(
         *("as_strided", "detach", "_unsafe_view", "split", "split_with_sizes", "unbind"),
     }
 )
-_EXTERN = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "_grouped_mm", "sort", "cumsum")
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+_PRODUCTS = (*FIRST_FACTOR, "_grouped_mm")
+_EXTERN = (*_PRODUCTS, "convolution", "_scaled_dot_product", "sort", "cumsum")
 _CASTS = ("_to_copy", "convert_element_type")
 
 
@@ -131,20 +131,22 @@ def _recomputation_marked() -> AbstractContextManager[None]:
         with traceback.preserve_node_meta():
             yield from before(run, keeps_random_state, numbered, *args, **kwargs)
 
-    return replaced(module, _checkpoint_without_reentrant_generator=marked)
+    return mock.patch.multiple(module, _checkpoint_without_reentrant_generator=marked)
 
 
-@dataclass(slots=True)
 class _Made:
-    node: fx.Node
-    value: Tensor | None
-    """None: the node has several outputs, each a node itself."""
-    where: str | None
-    is_product: bool
-    within: tuple[Count, ...]
-    cast_of: fx.Node | None
-    """The graph's input, if the node casts one to another format."""
-    dies: list[fx.Node] = field(default_factory=list)
+    def __init__(self, node: fx.Node, where: str | None) -> None:
+        name, value, args = _name(node), node.meta.get("val"), None
+        if _is_kernel(node) and node.target is not operator.getitem:
+            args = fx.node.map_arg(node.args, lambda each: each.meta.get("val"))
+        self.node, self.where = node, where
+        self.value = value if isinstance(value, Tensor) else None
+        """None: the node has several outputs, each a node itself."""
+        self.is_product = name in _PRODUCTS
+        self.within = held_within(name, args) if args else []
+        self.cast_of = node.all_input_nodes[0] if name in _CASTS else None
+        """The graph's input, if the node casts one to another format."""
+        self.dies: list[fx.Node] = []
 
 
 class _Graph:
@@ -172,7 +174,7 @@ class _Graph:
                 where = places(node.meta["seq_nr"])
             if node.op == "placeholder" or node not in in_memory:
                 continue
-            made = _made(node, where)
+            made = _Made(node, where)
             self._made.append(made)
             for source in _sources(node, in_memory):
                 read_last[source] = made
@@ -234,27 +236,9 @@ class _Graph:
         return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def _made(node: fx.Node, where: str | None) -> _Made:
-    name, value = _name(node), node.meta.get("val")
-    args = (
-        fx.node.map_arg(node.args, lambda each: each.meta.get("val"))
-        if _is_kernel(node) and node.target is not operator.getitem
-        else ()
-    )
-    return _Made(
-        node=node,
-        value=value if isinstance(value, Tensor) else None,
-        where=where,
-        is_product=name in _PRODUCTS,
-        within=tuple(held_within(name, args)) if args else (),
-        cast_of=node.all_input_nodes[0] if name in _CASTS else None,
-    )
-
-
 def _name(node: fx.Node) -> str:
     target: Any = node.all_input_nodes[0].target if node.target is operator.getitem else node.target
-    name: str = getattr(getattr(target, "overloadpacket", target), "__name__", str(target))
-    return name
+    return getattr(getattr(target, "overloadpacket", target), "__name__", str(target))
 
 
 def _memory_of(node: fx.Node) -> fx.Node:

@@ -5,7 +5,7 @@ It substitutes CUDA's autocast rules, and fused kernels for functions that a CPU
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,12 +28,13 @@ _PROMOTED = frozenset(
 )
 """Operators whose inputs autocast widens to the widest format; torch promotes most of them itself."""
 _CELLS = ("cell", "_thnn_")
-_LEFT_ALONE = ("cross_entropy_loss",)
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    with _kernels_looked_up_anew(), torch.library._scoped_library("aten", "IMPL") as library:
+    with ExitStack() as at_end, torch.library._scoped_library("aten", "IMPL") as library:
+        _forget_kernels()
+        at_end.callback(_forget_kernels)
         for name in _rules_of("AutocastCUDA") - _rules_of("AutocastCPU"):
             stem = name.partition(".")[0]
             if stem in _PROMOTED or any(part in stem for part in _CELLS):
@@ -42,8 +43,7 @@ def as_on_cuda() -> Iterator[None]:
             library.impl(name, partial(_cast_first, _overload(name), cast), "AutocastCPU")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # replacing the CPU's rules is intended
-            for name in _LEFT_ALONE:
-                library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+            library.impl("cross_entropy_loss", torch.library.fallthrough_kernel, "AutocastCPU")
             if hasattr(_aten, "_grouped_mm"):
                 library.impl("_grouped_mm", _grouped_mm, "Meta")
         for name, kernel in _OWN.items():
@@ -51,17 +51,8 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _kernels_looked_up_anew() -> Iterator[None]:
-    """Clear torch's cache of each operator's kernel, which is valid either as on CUDA or as on a CPU."""
-    _forget_kernels()
-    try:
-        yield
-    finally:
-        _forget_kernels()
-
-
 def _forget_kernels() -> None:
+    """Clear torch's cache of each operator's kernel, which is valid either as on CUDA or as on a CPU."""
     for packet in vars(_aten).values():
         if isinstance(packet, torch._ops.OpOverloadPacket):
             for name in packet.overloads():
@@ -102,8 +93,7 @@ def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = No
         reciprocal = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + exponent)
         return (wide * reciprocal).to(x.dtype) * weight
     fused: Any = _FusedRmsNorm.apply
-    output: Tensor = fused(x, normalized_shape, weight, eps)
-    return output
+    return fused(x, normalized_shape, weight, eps)
 
 
 _below_autograd: Any = torch._C._AutoDispatchBelowAutograd
@@ -119,8 +109,7 @@ class _FusedRmsNorm(torch.autograd.Function):
             output, reciprocal = _aten._fused_rms_norm(x, normalized_shape, weight, eps)
         ctx.save_for_backward(x, reciprocal, weight)
         ctx.normalized_shape = normalized_shape
-        made: Tensor = output
-        return made
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,8 +130,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """Dropout in one kernel, which saves a mask of one byte an element."""
     if not train or p == 0:
         return x
-    output: Tensor = _aten.native_dropout(x, p, True)[0]
-    return output
+    return _aten.native_dropout(x, p, True)[0]
 
 
 def _attention(
@@ -165,22 +153,17 @@ def _attention(
     if on.flash_sdp_enabled() and half and equal and attn_mask is None and width <= _WIDEST_OF_FLASH:
         wider = (-width) % _ELEMENTS_OF_FLASH
         padded = [torch.nn.functional.pad(x, (0, wider)) if wider else x for x in (query, key, value)]
-        output: Tensor = _aten._scaled_dot_product_flash_attention(*padded, **given)[0]
+        output = _aten._scaled_dot_product_flash_attention(*padded, **given)[0]
         return output[..., :width] if wider else output
     bias = _numbers(attn_mask, query.dtype)
     kept = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if on.mem_efficient_sdp_enabled() and not grouped:
         if bias is not None:
             bias = bias.expand(*query.shape[:-1], key.shape[-2])
-        efficient: Tensor = _aten._scaled_dot_product_efficient_attention(query, key, value, bias, kept, **given)[0]
-        return efficient
+        return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, kept, **given)[0]
     if on.cudnn_sdp_enabled() and half:
-        of_cudnn: Tensor = _aten._scaled_dot_product_cudnn_attention(query, key, value, bias, kept, **given)[0]
-        return of_cudnn
-    composed: Tensor = _aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, enable_gqa=enable_gqa, **given
-    )[0]
-    return composed
+        return _aten._scaled_dot_product_cudnn_attention(query, key, value, bias, kept, **given)[0]
+    return _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, enable_gqa=enable_gqa, **given)[0]
 
 
 _WIDEST_OF_FLASH, _ELEMENTS_OF_FLASH = 256, 8

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steplab.costs.kernel_time import Product
+from steplab.costs.kernel_time import FIRST_FACTOR, Product
 from steplab.costs.operators import BACKWARD_FLOPS
 from steplab.errors import Unsupported
 from steplab.ops.attention.implementations import implementation
 from steplab.plan.dry_run.sizes import Count
 
-_FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
 _GROUPED, _HALF_TILE = "_grouped_mm", 64
 _FUSED = {
     f"_scaled_dot_product_{theirs}_attention{suffix}": (ours, bool(suffix))
@@ -35,8 +34,8 @@ def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
         return Product(m=rows.shape[0], n=second.shape[-1], k=rows.shape[-1] // groups + _HALF_TILE, batch=groups)
     if name in ("convolution", "convolution_backward"):
         return _convolution(args[1:], args[0], sum(args[10][:2])) if len(args) > 9 else _convolution(args, None, 1)
-    if name in _FACTORS:
-        first, second = args[_FACTORS[name] :][:2]
+    if name in FIRST_FACTOR:
+        first, second = args[FIRST_FACTOR[name] :][:2]
         batch = first.shape[0] if first.dim() == 3 else 1
         sizes = {"m": first.shape[-2], "n": second.shape[-1], "k": first.shape[-1]}
         return Product(**sizes, batch=batch, transposed=first.stride(-1) != 1 and first.stride(-2) == 1)

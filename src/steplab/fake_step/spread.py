@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from steplab.costs.weights import Weight
 from steplab.fake_step.step import blocks_of, built_on_fakes, fake_step
 from steplab.fake_step.tensor_parallel import GATHERED, SLICED, SUMS
 from steplab.measurement.step.step import ModelStep
@@ -17,7 +18,6 @@ from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Listener
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.layout.model import Known, OverRanks, Spread
-from steplab.plan.layout.weights import Weight
 from steplab.specs.step import StepSpec
 
 _BLOCKS = 2

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -21,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from steplab.errors import ERRORS, Unsupported, own_error
 from steplab.fake_step.cuda import as_on_cuda
 from steplab.fake_step.host_made import HostMade
-from steplab.fake_step.replacing import replaced
 from steplab.fake_step.storages import Storages
 from steplab.fake_step.tensor_parallel import split_for_tp
 from steplab.fake_step.watching import Watcher
@@ -65,12 +65,11 @@ def fake_step(
     cost.
     """
     doing = f"predicting a step of {spec.model.name}"
-    storages = Storages(listen)
+    storages = Storages(listen, workspace)
     watcher = Watcher(
         doing,
         listen,
         storages,
-        workspace,
         tf32=spec.precision == "tf32",
         fused_optimizer=spec.optimizer == "adamw_fused",
         updates_in_backward=spec.updates_in_backward,
@@ -80,7 +79,8 @@ def fake_step(
     try:
         with (
             redirect_stdout(sys.stderr),
-            replaced(logging.getLogger(FakeTensorMode.__module__), disabled=True),  # it logs errors that it also raises
+            # it logs errors that it also raises
+            mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True),
             _settings_of_torch(),
             _conversion_by_data(),
             mode,
@@ -241,8 +241,8 @@ def _conversion_by_data() -> Iterator[None]:
     def convert(there: torch.Tensor, converted: torch.Tensor) -> None:
         there.data = converted.data
 
-    undrawn = replaced(nn.init, _no_grad_trunc_normal_=lambda tensor, *_, **__: tensor)
-    with replaced(torch.utils, swap_tensors=convert), undrawn:
+    undrawn = mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
+    with mock.patch.object(torch.utils, "swap_tensors", convert), undrawn:
         yield
 
 
@@ -260,10 +260,10 @@ def _masks_as_they_are(*, traced: bool) -> AbstractContextManager[None]:
     def none_packed(positions_BT: torch.Tensor) -> None:
         (packed(positions_BT)[:, -1] == 0).all()
 
-    others: dict[str, Any] = {"find_packed_sequence_indices": none_packed}
+    others: dict[str, Any] = {"find_packed_sequence_indices": packed if traced else none_packed}
     if traced:  # dynamo before torch 2.14 also takes a compiled model for an exported one, which keeps every mask
-        others = {"is_tracing": lambda *_: True, "is_torchdynamo_exporting": lambda: torch.__version__ < "2.14"}
-    return replaced(masks, **{name: each for name, each in others.items() if hasattr(masks, name)})
+        others |= {"is_tracing": lambda *_: True, "is_torchdynamo_exporting": lambda: torch.__version__ < "2.14"}
+    return mock.patch.multiple(masks, **{name: each for name, each in others.items() if hasattr(masks, name)})
 
 
 @contextmanager

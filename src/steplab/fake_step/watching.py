@@ -2,9 +2,10 @@
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,6 @@ from steplab.plan.dry_run.events import (
     Operator,
 )
 from steplab.plan.dry_run.parts import BEFORE, BEHIND
-from steplab.plan.dry_run.sizes import Count
 
 _aten = torch.ops.aten
 _PLAIN_NAMES = {
@@ -66,7 +66,6 @@ class Watcher(TorchDispatchMode):
         doing: str,
         listen: Listener,
         storages: Storages,
-        workspace: Count,
         *,
         tf32: bool,
         fused_optimizer: bool,
@@ -76,13 +75,12 @@ class Watcher(TorchDispatchMode):
 
         Args:
             doing: the action named in the error about an unknown operator.
-            workspace: bytes of a cuBLAS handle.
             tf32: fp32 matmuls run in tf32.
             fused_optimizer: step numbers are on the GPU.
             updates_in_backward: the update's memory counts in backward; its operators are still the optimizer's.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._listen, self._storages, self._workspace, self._tf32 = listen, storages, workspace, tf32
+        self._listen, self._storages, self._tf32 = listen, storages, tf32
         self._fused_optimizer, self._updates_in_backward = fused_optimizer, updates_in_backward
         self._doing = doing
         self._phase = "build"
@@ -91,7 +89,6 @@ class Watcher(TorchDispatchMode):
         """(sequence number of its first autograd node, part of the model)"""
         self._is_paused = self._cudnn = False
         self._calls = 0
-        self._handles: set[str] = set()
         self._asked: set[int] = set()
         """Gradients that the autograd engine queried since the last operator, before adding them."""
         self.on_value: Callable[[], str] = lambda: ""
@@ -129,13 +126,8 @@ class Watcher(TorchDispatchMode):
             )
         )
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+    def paused(self) -> AbstractContextManager[object]:
+        return mock.patch.object(self, "_is_paused", True)
 
     def place(self) -> str:
         node: Any = torch._C._current_autograd_node()
@@ -247,12 +239,7 @@ class Watcher(TorchDispatchMode):
         return fresh
 
     def start_products(self) -> None:
-        """A thread's first matmul allocates a cuBLAS workspace, which stays; autograd has its own thread."""
-        thread = "backward" if self._phase == "backward" else "forward"
-        if thread not in self._handles and self._workspace.value:
-            self._handles.add(thread)
-            formula, num_bytes = self._workspace.symbols, self._workspace.value
-            self._storages.make(f"cuBLAS, {thread} thread", formula, num_bytes, self._where, "workspaces")
+        self._storages.start_products(self._phase, self._where)
 
     def _tell(
         self,
@@ -290,7 +277,7 @@ class Watcher(TorchDispatchMode):
             name = "copy"
         name = _PLAIN_NAMES.get(name, name if name.startswith("_f") else name.removesuffix("_"))
         first = next((each for each in (*reads, *writes) if each.is_floating_point()), writes[0])
-        dtype, piece = format_of(first), self._storages.piece(writes[0])
+        dtype, piece = format_of(first), self._storages.piece_of(writes[0])
         self._listen(
             Operator(
                 name=name,

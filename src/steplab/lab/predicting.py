@@ -15,12 +15,12 @@ from typing import TypeVar
 
 import msgspec
 
+from steplab.costs.weights import elements
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator, RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.tensors import Piece
 from steplab.plan.layout.model import ForeignModel, Known, Spread, own_facts
-from steplab.plan.layout.weights import elements
 from steplab.plan.memory import predict_memory
 from steplab.plan.model_sizes import Sizes, sizes_of
 from steplab.records.prediction import MemoryPrediction

@@ -58,21 +58,8 @@ class Mesh:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
     symbol: Formula
-    formula: Formula
-    unit: str
-    """bytes, tokens, devices, s, or '' for a ratio."""
-    what: str
-
-    def figure(self) -> Figure:
-        formula = self.formula
-        return Figure(
-            symbol=_notation(self.symbol),
-            formula=_notation(formula),
-            in_figures=Notation(text=formula.text(figures=True), latex=formula.latex(figures=True)),
-            value=self.symbol.value,
-            unit=self.unit,
-            what=self.what,
-        )
+    figure: Figure
+    """The symbol's value, with the formula and the figures that it is computed from."""
 
 
 def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_bytes_per_s: float | None = None) -> Device:
@@ -110,7 +97,7 @@ def account(sizes: Sizes, *, model: str, tokens: int, mesh: Mesh, device: Device
         counted: the card whose memory capacity the fp32 training state is divided by.
     """
     facts = _Facts(sizes, tokens, mesh, device, counted)
-    return Accounting(model=model, given=tuple(facts.given()), questions=tuple(facts.questions()))
+    return Accounting(model=model, given=tuple(facts.given), questions=tuple(facts.questions()))
 
 
 def mesh_of(device: Device, sizes: Layout, axes: Layout | None) -> Mesh:
@@ -134,41 +121,37 @@ class _Facts:
     def __init__(self, sizes: Sizes, tokens: int, mesh: Mesh, device: Device, counted: Device) -> None:
         self.sizes, self.mesh, self.device, self.counted = sizes, mesh, device, counted
         self.num_parts = 2 if sizes.key_width else 1
-        self.D, self.F = symbol("D", sizes.width), symbol("F", sizes.inner)
-        self.L, self.P = symbol("L", sizes.num_layers), symbol("P", sizes.num_parameters)
-        self.E = symbol("E", sizes.matrices)
-        self.tokens = symbol("B", tokens)
-        self.X, self.Y = symbol("X", mesh.fsdp), symbol("Y", mesh.tp)
-        self.MX, self.MY = symbol("M_X", mesh.fsdp_axes), symbol("M_Y", mesh.tp_axes)
-        self.N = symbol("N", mesh.fsdp * mesh.tp)
-        self.C, self.W = symbol("C", device.flops_per_s), symbol("W", device.axis_bytes_per_s)
-        self.alpha = symbol("α", device.flops_per_s / device.axis_bytes_per_s)
-        self.Ea, self.k = self.E, symbol("k", 1)
+        self.given = list[Figure]()
+        given = self._given
+        self.D = given("D", sizes.width, "", "width of the residual stream")
+        self.F = given("F", sizes.inner, "", "inner width of the feed-forward blocks")
+        self.L = given("L", sizes.num_layers, "", "blocks")
+        self.E = self.Ea = given("E", sizes.matrices, "", f"elements of a block's matrices: {sizes.kinds}")
+        self.k = symbol("k", 1)
         if sizes.experts:  # all are gathered, and a token is multiplied by some
-            self.Ea = symbol("E_a", sizes.matrices - (sizes.num_parameters - sizes.num_active) / sizes.num_layers)
-            self.k = symbol("k", sizes.experts[1])
+            number, chosen = sizes.experts
+            multiplied = sizes.matrices - (sizes.num_parameters - sizes.num_active) / sizes.num_layers
+            rows = f"experts that a token takes of {number}: {chosen} rows a token are multiplied"
+            self.Ea = given("E_a", multiplied, "", "elements of E that multiply a token: of its own experts alone")
+            self.k = given("k", chosen, "", rows)
+            given("P_a", sizes.num_active, "", "parameters that one token uses")
+        self.P = given("P", sizes.num_parameters, "", "parameters, all of them")
+        self.X = given("X", mesh.fsdp, "devices", "that shard the weights and split the batch (FSDP)")
+        self.Y = given("Y", mesh.tp, "devices", "that split each matrix (tensor parallelism)")
+        self.MX = given("M_X", mesh.fsdp_axes, "", "axes of the network for X")
+        self.MY = given("M_Y", mesh.tp_axes, "", "axes of the network for Y")
+        self.C = given("C", device.flops_per_s, "FLOP/s", f"peak of {device.name} in bf16")
+        self.W = given("W", device.axis_bytes_per_s, "bytes/s", f"that {device.name} receives, {self._link()}")
+        self.N, self.tokens = symbol("N", mesh.fsdp * mesh.tp), symbol("B", tokens)
+        self.alpha = symbol("α", device.flops_per_s / device.axis_bytes_per_s)
         # The book's F, for blocks of other matrices than two of D x F.
         self.is_plain = sizes.matrices == 2 * self.num_parts * sizes.width * sizes.inner
         self.Fe = self.F if self.is_plain else symbol("F_e", self.Ea.value / (2 * self.num_parts * sizes.width))
 
-    def given(self) -> Iterator[Figure]:
-        device = self.device
-        yield _given(self.D, "", "width of the residual stream")
-        yield _given(self.F, "", "inner width of the feed-forward blocks")
-        yield _given(self.L, "", "blocks")
-        yield _given(self.E, "", f"elements of a block's matrices: {self.sizes.kinds}")
-        if self.sizes.experts:
-            number, chosen = self.sizes.experts
-            yield _given(self.Ea, "", "elements of E that multiply a token: of its own experts alone")
-            yield _given(self.k, "", f"experts that a token takes of {number}: {chosen} rows a token are multiplied")
-            yield _given(symbol("P_a", self.sizes.num_active), "", "parameters that one token uses")
-        yield _given(self.P, "", "parameters, all of them")
-        yield _given(self.X, "devices", "that shard the weights and split the batch (FSDP)")
-        yield _given(self.Y, "devices", "that split each matrix (tensor parallelism)")
-        yield _given(self.MX, "", "axes of the network for X")
-        yield _given(self.MY, "", "axes of the network for Y")
-        yield _given(self.C, "FLOP/s", f"peak of {device.name} in bf16")
-        yield _given(self.W, "bytes/s", f"that {device.name} receives, {self._link()}")
+    def _given(self, name: str, value: float, unit: str, what: str) -> Formula:
+        found = symbol(name, value)
+        self.given.append(Figure(symbol=_notation(found), value=value, unit=unit, what=what))
+        return found
 
     def _link(self) -> str:
         node = self.device.gpus_per_node
@@ -465,11 +448,7 @@ def _notation(formula: Formula) -> Notation:
 
 
 def _figures(*lines: Line) -> tuple[Figure, ...]:
-    return tuple(line.figure() for line in lines)
-
-
-def _given(symbol: Formula, unit: str, what: str) -> Figure:
-    return Figure(symbol=_notation(symbol), value=symbol.value, unit=unit, what=what)
+    return tuple(line.figure for line in lines)
 
 
 def _tokens(count: float) -> str:
@@ -477,4 +456,14 @@ def _tokens(count: float) -> str:
 
 
 def _line(name: str, formula: Formula, unit: str, what: str) -> Line:
-    return Line(symbol=symbol(name, formula.value), formula=formula, unit=unit, what=what)
+    """unit: bytes, tokens, devices, s, or '' for a ratio."""
+    found = symbol(name, formula.value)
+    figure = Figure(
+        symbol=_notation(found),
+        formula=_notation(formula),
+        in_figures=Notation(text=formula.text(figures=True), latex=formula.latex(figures=True)),
+        value=found.value,
+        unit=unit,
+        what=what,
+    )
+    return Line(symbol=found, figure=figure)

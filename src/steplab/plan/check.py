@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from steplab.costs.rates import Gpu, gpu_of
-from steplab.errors import Unsupported, UserError
+from steplab.errors import UserError
 from steplab.plan.host_pace import runs_that_waited
 from steplab.plan.seen import was_fitted
 from steplab.records.run import Run
@@ -71,8 +71,7 @@ def _check_run(run: Run, waited: bool, predict: Callable[[StepSpec, str], Predic
         gpu = _gpu_named(blank.gpu)
         predicted, peak_bytes = predict(spec.as_predicted, gpu.name)
     except UserError as error:
-        why = error.why if isinstance(error, Unsupported) else str(error)
-        return dataclasses.replace(blank, unsupported=why)
+        return dataclasses.replace(blank, unsupported=str(error))
     host_bound = waits_for_host(run.timing.back_to_back) or any(phase.bound == "host" for phase in predicted.phases)
     return dataclasses.replace(
         blank,

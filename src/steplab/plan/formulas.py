@@ -70,9 +70,6 @@ class Formula:
 
         return _written(self.value / below.value, _PRODUCT, write, is_quotient=True)
 
-    def __rtruediv__(self, other: Operand) -> "Formula":
-        return formula(other) / self
-
     def __pow__(self, exponent: int) -> "Formula":
         raised = {2: "²", 3: "³"}.get(exponent, f"^{exponent}")
 

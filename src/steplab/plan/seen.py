@@ -11,11 +11,10 @@ from steplab.specs.step_choices import FP8
 
 def is_held_out(spec: StepSpec, held_out: Mapping[str, Sequence[str]]) -> bool:
     """True if one of the spec's fields has a held-out value; a resized model counts by its name too."""
-    for name, values in held_out.items():
-        shown = str(FIELDS[name].value(spec))
-        if shown in values or (name == "model" and spec.model.name in values):
-            return True
-    return False
+    return any(
+        str(FIELDS[name].value(spec)) in values or (name == "model" and spec.model.name in values)
+        for name, values in held_out.items()
+    )
 
 
 def was_fitted(record: Record, rates: GpuRates) -> bool:

@@ -7,7 +7,8 @@ launches too slowly, the step takes Python's time, predicted for a quick and a s
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_token
@@ -210,13 +211,11 @@ def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
     Few blocks and micro-steps are run dry; the others are extrapolated, because each adds the same.
     """
     spec = as_chosen(spec, gpu)
-    if spec.micro_steps <= _FEWEST_MICRO_STEPS + 1:
-        return _listed(_of_blocks(spec, gpu))
-    fewest, one_more = (
-        _of_blocks(dataclasses.replace(spec, accumulation=number), gpu)
-        for number in (_FEWEST_MICRO_STEPS, _FEWEST_MICRO_STEPS + 1)
-    )
-    return _listed(_extrapolated(fewest, one_more, spec.micro_steps - _FEWEST_MICRO_STEPS))
+
+    def of_micro_steps(number: int) -> "dict[_Key, _Sum]":
+        return _of_blocks(dataclasses.replace(spec, accumulation=number), gpu)
+
+    return _listed(_repeated(of_micro_steps, _FEWEST_MICRO_STEPS, spec.micro_steps))
 
 
 def as_chosen(spec: StepSpec, gpu: Gpu) -> StepSpec:
@@ -235,11 +234,7 @@ def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
     if first is not None and spec.checkpoints_apply:
         return _of_first_blocks(spec, gpu, min(first, shape.num_layers))
     period = period_of(spec.checkpointing)
-    fewest = shape.num_layers % period + period
-    if shape.num_layers <= fewest + period:
-        return _summed(spec, gpu, shape.num_layers)
-    smaller, larger = _summed(spec, gpu, fewest), _summed(spec, gpu, fewest + period)
-    return _extrapolated(smaller, larger, (shape.num_layers - fewest) // period)
+    return _repeated(partial(_summed, spec, gpu), shape.num_layers % period + period, shape.num_layers, period)
 
 
 def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _Sum]":
@@ -256,6 +251,13 @@ def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _S
     if others > 1:
         found = _extrapolated(smaller, summed(1, 2), others - 1, found)
     return found
+
+
+def _repeated(make: "Callable[[int], dict[_Key, _Sum]]", fewest: int, number: int, step: int = 1) -> "dict[_Key, _Sum]":
+    """make(number); each `step` beyond `fewest` adds the same."""
+    if number <= fewest + step:
+        return make(number)
+    return _extrapolated(make(fewest), make(fewest + step), (number - fewest) // step)
 
 
 def _extrapolated(
@@ -331,10 +333,7 @@ def _listed(sums: dict[_Key, _Sum]) -> list[TimePart]:
             kind=kind,
             what=what,
             dtype=dtype,
-            kernels=each.kernels,
-            seconds=each.seconds,
-            flops=each.flops,
-            moved_bytes=each.moved_bytes,
+            **dataclasses.asdict(each),
         )
         for (phase, kind, what, dtype), each in sums.items()
     ]

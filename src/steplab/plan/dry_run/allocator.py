@@ -11,7 +11,7 @@ the rest is split off, except up to 1 MiB of a large block, which then counts as
 import bisect
 from dataclasses import dataclass
 
-from steplab.plan.dry_run.events import Allocated, Began, Event, Freed
+from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Operator
 from steplab.plan.dry_run.sizes import rounded_up
 from steplab.plan.dry_run.tensors import Piece
 from steplab.units import MIB
@@ -115,41 +115,29 @@ class Ledger:
         self._phase = ""
         self._alive: dict[int, tuple[Piece, Block]] = {}
         self._at_start: list[Piece] = []
-        self._log: list[tuple[Piece, bool]] = []
-        self._began: list[tuple[int, str]] = []
-        """(length of `_log` when the phase began, phase)"""
+        self._log: list[Began | Allocated | Freed] = []
         self._peak_at, self._peak_bytes, self._peak_phase = 0, 0, ""
 
     def listen(self, event: Event) -> None:
-        if isinstance(event, Allocated):
-            self._allocate(event.piece)
-        elif isinstance(event, Freed):
-            self._free(event.piece)
-        elif isinstance(event, Began):
-            self._begin(event.phase)
-
-    def _begin(self, phase: str) -> None:
-        self._phase = phase
-        self._began.append((len(self._log), phase))
-        before = self.phase_peaks.get(phase, 0)  # a phase may begin several times in a step
-        self.phase_peaks[phase] = max(before, self._allocator.allocated_bytes)
-
-    def _free(self, piece: Piece) -> None:
-        _, block = self._alive.pop(id(piece))
-        self._allocator.free(block)
-        self._log.append((piece, False))
-
-    def _allocate(self, piece: Piece) -> None:
-        self._alive[id(piece)] = piece, self._allocator.allocate(piece.num_bytes)
-        self._log.append((piece, True))
+        if isinstance(event, Operator):
+            return
+        self._log.append(event)
+        if isinstance(event, Freed):
+            _, block = self._alive.pop(id(event.piece))
+            self._allocator.free(block)
+            return
+        if isinstance(event, Began):
+            self._phase = event.phase
+        else:
+            self._alive[id(event.piece)] = event.piece, self._allocator.allocate(event.piece.num_bytes)
         allocated = self._allocator.allocated_bytes
-        self.phase_peaks[self._phase] = max(self.phase_peaks[self._phase], allocated)
-        if allocated > self._peak_bytes:
+        self.phase_peaks[self._phase] = max(self.phase_peaks.get(self._phase, 0), allocated)
+        if isinstance(event, Allocated) and allocated > self._peak_bytes:
             self._peak_at, self._peak_bytes, self._peak_phase = len(self._log), allocated, self._phase
 
     def watch(self) -> None:
         self._at_start = [piece for piece, _ in self._alive.values()]
-        self._log, self._began = [], []
+        self._log = []
         self._peak_at, self._peak_bytes, self._peak_phase = 0, 0, self._phase
         self.phase_peaks = {}
 
@@ -157,15 +145,10 @@ class Ledger:
         """Replay the watched step on the allocator as it left it; False if it left other tensors than it found."""
         if {id(piece) for piece in self._at_start} != self._alive.keys():
             return False
-        log, began = self._log, self._began
+        log = self._log
         self.watch()
-        for (start, phase), end in zip(began, [*(start for start, _ in began[1:]), len(log)], strict=True):
-            self._begin(phase)
-            for piece, made in log[start:end]:
-                if made:
-                    self._allocate(piece)
-                else:
-                    self._free(piece)
+        for event in log:
+            self.listen(event)
         return True
 
     @property
@@ -175,10 +158,9 @@ class Ledger:
     def peak(self) -> Peak:
         """Peak since `watch`, with the tensors alive then."""
         alive = {id(piece): piece for piece in self._at_start}
-        for piece, made in self._log[: self._peak_at]:
-            if made:
-                alive[id(piece)] = piece
-            else:
-                del alive[id(piece)]
-        reached = self._log[self._peak_at - 1][0]
+        for event in self._log[: self._peak_at]:
+            if isinstance(event, Allocated):
+                alive[id(event.piece)] = reached = event.piece
+            elif isinstance(event, Freed):
+                del alive[id(event.piece)]
         return Peak(num_bytes=self._peak_bytes, phase=self._peak_phase, piece=reached, pieces=tuple(alive.values()))

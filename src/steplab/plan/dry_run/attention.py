@@ -50,11 +50,7 @@ def product_of_heads(m: Machine, x: Tensor) -> Tensor:
     if m.sizes.one_order(x.count):
         return x
     view = Tensor(x.count, x.dtype, x.storage, x.start)
-    like = (x.count, x.dtype, f"gradient of {x.what}, heads apart")
-
-    return m.node((x.slot,), (), lambda m, kept, gradient: (m.run("copy", (gradient,), *like, strided=True),)).gives(
-        view
-    )
+    return m.made_from(x, view, "copy", what=f"gradient of {x.what}, heads apart", strided=True)
 
 
 def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
@@ -122,10 +118,7 @@ def plain(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def repeated(m: Machine, x: Tensor) -> Tensor:
     """Repeat keys or values for each head of queries; backward sums the gradients of a group."""
-    like = (x.count, x.dtype, f"gradient of {x.what}")
-
-    output = m.run("copy", (x,), m.sizes.residual, x.dtype, f"{x.what}, repeated")
-    return m.node((x.slot,), (), lambda m, kept, gradient: (m.run("sum", (gradient,), *like),)).gives(output)
+    return m.made_from(x, m.run("copy", (x,), m.sizes.residual, x.dtype, f"{x.what}, repeated"), "sum")
 
 
 def causal_mask(m: Machine) -> Tensor:
@@ -261,7 +254,7 @@ def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     source = q.dtype
     q, k, v = m.cast(q, FP32), m.cast(k, FP32), m.cast(v, FP32)
     q = elementwise(m, "mul", q, f"{q.what}, scaled")
-    mask = _additive_mask(m)
+    mask = m.run("where", (causal_mask(m),), m.sizes.square, FP32, "causal mask, in fp32")
     if m.sizes.shape.num_kv_heads is not None:
         k, v = repeated(m, k), repeated(m, v)
     k = elementwise(m, "mul", k, f"{k.what}, scaled")
@@ -272,10 +265,6 @@ def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     output = m.cast(product_of_heads(m, batched_product(m, weights, v, m.sizes.residual, "attention output")), source)
     del mask
     return output
-
-
-def _additive_mask(m: Machine) -> Tensor:
-    return m.run("where", (causal_mask(m),), m.sizes.square, FP32, "causal mask, in fp32")
 
 
 def _safe_softmax(m: Machine, scores: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from steplab.ops.attention.implementations import implementation
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import BOOL, FP8, FP32, Count, Dtype
+from steplab.plan.dry_run.tape import run_backward
 from steplab.plan.dry_run.tensors import Slot, Tensor
 from steplab.plan.dry_run.transformer import HeadLoss, Parameters
 from steplab.specs.checkpointing import SELECTIVE, is_recomputed
@@ -47,8 +48,7 @@ class CompiledTransformer:
         for index in range(m.sizes.shape.num_layers):
             m.where = f"block {index}"
             if m.tape is None:
-                _passing = self._made(self._of_inference())
-                del _passing
+                self._made(self._of_inference())
             else:
                 self._kept.append(self._made(self._of_block(checkpointed=self._is_checkpointed(index))))
         m.where = "head and loss"
@@ -75,8 +75,8 @@ class CompiledTransformer:
         gradient = m.new(m.sizes.stream, m.weight_dtype, "gradient of the residual stream")
         for index, parameters in reversed(list(enumerate(self.parameters.of_blocks))):
             m.where = f"block {index}"
-            _recomputed = self._made(self._of_block()) if self._is_checkpointed(index) else []
-            del _recomputed
+            if self._is_checkpointed(index):
+                self._made(self._of_block())  # recomputed, and freed again
             self._kept.pop()
             self._leave_gradients(list(parameters.values()))
         m.where = "embedding"
@@ -100,11 +100,10 @@ class CompiledTransformer:
         m = self._machine
         if self._head_loss is None:
             return m.new(m.sizes.stream, m.product_dtype, "gradient of the residual stream")
-        assert m.tape is not None
         assert loss.slot is not None
         assert self._normed is not None
         loss.slot.gradient = m.new(m.sizes.one, loss.dtype, "gradient of the loss")
-        m.tape.run_backward(m)
+        run_backward(m)
         return self._normed.take()
 
     def _is_checkpointed(self, index: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from steplab.costs.kernel_time import Product
+from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.tensors import Piece
 
 Kind = Literal["matmul", "attention", "streaming"]
@@ -82,6 +83,48 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 Event = Began | Allocated | Freed | Operator
 Listener = Callable[[Event], None]
+
+
+class Allocations:
+    """The memory of a dry run: reports what is allocated and freed, and knows what is alive, by number."""
+
+    def __init__(self, listen: Listener, workspace: Count) -> None:
+        """workspace: bytes of a cuBLAS handle; each thread that runs matmuls has one."""
+        self._listen, self._workspace = listen, workspace
+        self._alive: dict[int, Piece] = {}
+        self._threads = set[str]()
+        self.num_made = 0
+
+    def make(self, what: str, formula: str, num_bytes: int, where: str, category: str = "temporaries") -> int:
+        """Report an allocation; its number is for `free`."""
+        piece = Piece(what=what, formula=formula, num_bytes=num_bytes, category=category, where=where)
+        self.num_made += 1
+        self._alive[self.num_made] = piece
+        self._listen(Allocated(piece))
+        return self.num_made
+
+    def free(self, number: int) -> None:
+        self._listen(Freed(self._alive.pop(number)))
+
+    def piece(self, number: int) -> Piece:
+        return self._alive[number]
+
+    def made_since(self, number: int) -> list[Piece]:
+        """Pieces alive that were made after the one of this number."""
+        return [piece for each, piece in self._alive.items() if each > number]
+
+    def call_rest(self, category: str, since: int = 0) -> None:
+        for piece in self.made_since(since):
+            if piece.category == "temporaries":
+                piece.category = category
+
+    def start_products(self, phase: str, where: str) -> None:
+        """A thread's first matmul allocates a cuBLAS workspace, which stays; autograd has its own thread."""
+        thread = "backward" if phase == "backward" else "forward"
+        if thread not in self._threads and self._workspace.value:
+            self._threads.add(thread)
+            formula, num_bytes = self._workspace.symbols, self._workspace.value
+            self.make(f"cuBLAS, {thread} thread", formula, num_bytes, where, "workspaces")
 
 
 _REPEATED = "block 1"

@@ -11,10 +11,10 @@ from typing import Any
 
 from steplab.costs.kernel_time import Product
 from steplab.costs.operators import flops_of_elements
-from steplab.plan.dry_run.events import Allocated, Began, Freed, Kind, Listener, Operand, Operator
-from steplab.plan.dry_run.sizes import BF16, BYTE, FP16, FP32, Count, Dtype, Sizes
-from steplab.plan.dry_run.tape import Backward, Enough, Frame, Node, Tape
-from steplab.plan.dry_run.tensors import Piece, Slot, Storage, Tensor
+from steplab.plan.dry_run.events import Allocations, Began, Kind, Listener, Operand, Operator
+from steplab.plan.dry_run.sizes import BF16, FP16, FP32, Count, Dtype, Sizes
+from steplab.plan.dry_run.tape import Backward, Enough, Frame, Node
+from steplab.plan.dry_run.tensors import Slot, Storage, Tensor
 from steplab.specs.step import AUTOCAST
 
 _FORMATS = {"bf16": BF16, "fp16": FP16}
@@ -82,35 +82,25 @@ class Machine:
         self.sizes = sizes
         self.phase = ""
         self.where = ""
+        self.allocations = Allocations(listen, workspace)
         self._listen, self._tells_operators = listen, tells_operators
-        self._alive: dict[int, Piece] = {}
-        self._num_pieces = 0
         self.weight_dtype = BF16 if precision == "bf16_pure" else FP32
         self.autocast = _FORMATS[AUTOCAST[precision]] if precision in AUTOCAST else None
         """Format that autocast casts matmuls' inputs to; None without autocast."""
         self.product_dtype = self.autocast or self.weight_dtype
-        self.tape: Tape | None = None
+        self.tape: list[Node] | None = None
+        """Nodes of the forward pass, in order; None: it has no gradients."""
         self.takes_fp8 = precision == "fp8"
         self._fp32_products = "tf32" if precision == "tf32" else "fp32"
         self._weight_copies: dict[int, Tensor] = {}
-        self._workspace = workspace
-        self._workspaces: dict[str, Tensor] = {}
         self._frame: Frame | None = None
 
     # --- memory -------------------------------------------------------------------------------------------
 
     def new(self, count: Count, dtype: Dtype, what: str, category: str = "temporaries") -> Tensor:
-        piece = Piece(
-            what=what,
-            formula=count.formula(dtype),
-            num_bytes=count.value * dtype.num_bytes,
-            category=category,
-            where=self.where,
-        )
-        self._num_pieces += 1
-        self._alive[self._num_pieces] = piece
-        self._listen(Allocated(piece))
-        return Tensor(count, dtype, Storage(piece, self._num_pieces, partial(self._free, self._num_pieces)))
+        made = self.allocations
+        number = made.make(what, count.formula(dtype), count.value * dtype.num_bytes, self.where, category)
+        return Tensor(count, dtype, Storage(made.piece(number), number, made.free))
 
     def run(
         self,
@@ -126,16 +116,6 @@ class Machine:
         made = self.new(count, dtype, what)
         self.ran(name, reads, (made,), also_read_bytes=also_read_bytes, strided=strided)
         return made
-
-    def _free(self, number: int, piece: Piece) -> None:
-        del self._alive[number]
-        self._listen(Freed(piece))
-
-    def position(self) -> int:
-        return self._num_pieces
-
-    def made_since(self, position: int) -> list[Piece]:
-        return [piece for number, piece in self._alive.items() if number > position]
 
     def copy(self, tensor: Tensor, dtype: Dtype, added_to: Tensor | None = None) -> Tensor:
         """Copy a tensor to fresh memory; added_to: write its sum with this tensor instead."""
@@ -167,12 +147,7 @@ class Machine:
         return self.dear(multiply, is_linear=name != "bmm")
 
     def start_products(self) -> None:
-        """A thread's first matmul allocates a cuBLAS workspace, which stays; autograd has its own thread."""
-        thread = "backward" if self.phase == "backward" else "forward"
-        if thread not in self._workspaces and self._workspace.value:
-            self._workspaces[thread] = self.new(
-                self._workspace, BYTE, f"cuBLAS, {thread} thread", category="workspaces"
-            )
+        self.allocations.start_products(self.phase, self.where)
 
     def dear(self, make: Callable[[], Tensor], *, is_linear: bool = False) -> Tensor:
         """Output of an operator that selective checkpointing saves instead of running it again."""
@@ -263,17 +238,37 @@ class Machine:
             number = self._frame.enter(kept)
             node.kept, node.recomputed = (), partial(self._recomputed, self._frame, number)
         if self._frame is None or not self._frame.recomputing:
-            self.tape.add(node)
+            self.tape.append(node)
         return node
+
+    def made_from(
+        self,
+        x: Tensor,
+        output: Tensor,
+        backward: str,
+        kept: tuple[Tensor, ...] = (),
+        *,
+        what: str = "",
+        strided: bool = False,
+    ) -> Tensor:
+        """Register that x became `output`; one operator, which reads the output's gradient and `kept`, is its backward.
+
+        what: of the gradient; '': the gradient of x.
+        """
+        like = (x.count, x.dtype, what or f"gradient of {x.what}")
+        node = self.node(
+            (x.slot,), kept, lambda m, kept, gradient: (m.run(backward, (gradient, *kept), *like, strided=strided),)
+        )
+        return node.gives(output)
 
     @contextmanager
     def forward_pass(self, *, gradients: bool) -> Iterator[None]:
         """Run a forward pass under autocast; tensors that outlive it count as saved activations."""
-        started = self.position()
-        self.tape = Tape() if gradients else None
+        started = self.allocations.num_made
+        self.tape = [] if gradients else None
         yield
         self._weight_copies.clear()
-        self._keep_since(started)
+        self.allocations.call_rest("activations", started)
 
     def checkpoint(self, run: Callable[[Any], Any], x: Any, checkpointing: str) -> Any:
         """run(x) under activation checkpointing: its nodes save nothing, and backward recomputes them."""
@@ -286,19 +281,14 @@ class Machine:
 
     def _recomputed(self, frame: Frame, number: int) -> tuple[Tensor, ...]:
         if not frame.has_found():
-            started = self.position()
+            started = self.allocations.num_made
             self._frame, frame.recomputing = frame, True
             with suppress(Enough):
                 frame.run()
             self._frame = None
             self._weight_copies.clear()
-            self._keep_since(started)
+            self.allocations.call_rest("activations", started)
         return frame.take(number)
-
-    def _keep_since(self, started: int) -> None:
-        for piece in self.made_since(started):
-            if piece.category == "temporaries":
-                piece.category = "activations"
 
 
 def _operands(tensors: tuple[Tensor, ...]) -> tuple[Operand, ...]:

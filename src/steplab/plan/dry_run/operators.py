@@ -57,37 +57,35 @@ def add_positions(m: Machine, x: Tensor, positions: Tensor) -> Tensor:
 
 def elementwise(m: Machine, name: str, x: Tensor, what: str, kept: tuple[Tensor, ...] = ()) -> Tensor:
     """Apply an elementwise operator to x; backward reads the output's gradient and the kept tensors."""
-    like, named = (x.count, x.dtype), x.what
-
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        return (m.run(_BACKWARD.get(name, name), (gradient, *kept), *like, f"gradient of {named}"),)
-
-    output = m.run(name, (x, *(tensor for tensor in kept if tensor is not x)), *like, what)
+    output = m.run(name, (x, *(tensor for tensor in kept if tensor is not x)), x.count, x.dtype, what)
     output.heads_together = x.heads_together
-    return m.node((x.slot,), kept, backward).gives(output)
+    return m.made_from(x, output, _BACKWARD.get(name, name), kept)
 
 
 def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias: Parameter | None = None) -> Tensor:
-    """x W^T, with a bias if given. Saves x and W, in the matmul's format."""
+    """x W^T, with a bias by torch's addmm. Saves x and W, in the matmul's format."""
     w = m.weight(weight)
     x = m.cast(x, m.autocast)
-    if bias is not None:
-        return _linear_with_bias(m, x, w, m.weight(bias), out, what, (weight.name, bias.name))
-    named = x.what
-    tokens = m.sizes.tokens.value
+    b = None if bias is None else m.weight(bias)
+    named, tokens = x.what, m.sizes.tokens.value
     k, n = x.count.value // tokens, out.value // tokens
 
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
         x, w = kept
-        of_w, of_x = Product(m=n, n=k, k=tokens, transposed=True), Product(m=tokens, n=k, k=n)
-        gradient_w = m.product("mm", (gradient, x), of_w, w.count, f"gradient of {weight.name}")
-        gradient_x = m.product("mm", (gradient, w), of_x, x.count, f"gradient of {named}")
-        gradient_w.is_view = gradient_x.is_view = True  # of the matmul's output
-        return gradient_x, gradient_w
+        of_x = (gradient, w), Product(m=tokens, n=k, k=n), x.count, f"gradient of {named}"
+        of_w = (gradient, x), Product(m=n, n=k, k=tokens, transposed=True), w.count, f"gradient of {weight.name}"
+        # addmm's backward makes the gradient of x first and the bias's last
+        made = [m.product("mm", *each) for each in ((of_w, of_x) if bias is None else (of_x, of_w))]
+        for each in made:
+            each.is_view = True  # of the matmul's output
+        if bias is None or b is None:
+            return made[1], made[0]
+        return m.run("sum", (gradient,), b.count, b.dtype, f"gradient of {bias.name}"), *made
 
-    node = m.node((x.slot, w.slot), (x, w), backward)
-    output = m.product("mm", (x, w), Product(m=tokens, n=n, k=k), out, what)
-    return node.gives(output)
+    inputs = (x, w) if b is None else (b, x, w)
+    node = m.node(tuple(each.slot for each in inputs), (x, w), backward)
+    name, added = ("mm", ()) if b is None else ("addmm", (b,))
+    return node.gives(m.product(name, (x, w), Product(m=tokens, n=n, k=k), out, what, added=added))
 
 
 def fp8_linear(
@@ -153,27 +151,6 @@ def columns(m: Machine, x: Tensor, *counts: Count) -> tuple[Tensor, ...]:
     return views
 
 
-def _linear_with_bias(
-    m: Machine, x: Tensor, w: Tensor, b: Tensor, out: Count, what: str, names: tuple[str, str]
-) -> Tensor:
-    """torch's addmm. Its backward makes the gradient of x first and the bias's last."""
-    named = x.what
-    tokens = m.sizes.tokens.value
-    k, n = x.count.value // tokens, out.value // tokens
-
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, w = kept
-        of_w, of_x = Product(m=n, n=k, k=tokens, transposed=True), Product(m=tokens, n=k, k=n)
-        gradient_x = m.product("mm", (gradient, w), of_x, x.count, f"gradient of {named}")
-        gradient_w = m.product("mm", (gradient, x), of_w, w.count, f"gradient of {names[0]}")
-        gradient_w.is_view = gradient_x.is_view = True  # of the matmul's output
-        return m.run("sum", (gradient,), b.count, b.dtype, f"gradient of {names[1]}"), gradient_x, gradient_w
-
-    node = m.node((b.slot, x.slot, w.slot), (x, w), backward)
-    output = m.product("addmm", (x, w), Product(m=tokens, n=n, k=k), out, what, added=(b,))
-    return node.gives(output)
-
-
 def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
     """torch's fused RMSNorm: saves its input and one number a token.
 
@@ -201,8 +178,7 @@ def _composed_rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> T
     """
     like, named = (x.count, x.dtype), x.what
     reciprocal = m.new(m.sizes.rows_of_stream, FP32, "reciprocal root mean squares")
-    _squares = m.run("pow", (x,), *like, "squares")
-    del _squares
+    m.run("pow", (x,), *like, "squares")
     normalised = m.run("mul", (x, reciprocal), *like, f"{what}, before its weight")
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,14 +261,8 @@ def cross_entropy(m: Machine, logits: Tensor) -> Tensor:
 
 
 def _log_softmax(m: Machine, logits: Tensor) -> Tensor:
-    like = (logits.count, logits.dtype)
-
-    output = m.run("_log_softmax", (logits,), *like, "log probabilities")
-
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        return (m.run("_log_softmax_backward_data", (gradient, *kept), *like, "gradient of the logits"),)
-
-    return m.node((logits.slot,), (output,), backward).gives(output)
+    output = m.run("_log_softmax", (logits,), logits.count, logits.dtype, "log probabilities")
+    return m.made_from(logits, output, "_log_softmax_backward_data", (output,), what="gradient of the logits")
 
 
 def _gradient_of(m: Machine, weight: Parameter) -> Tensor:

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
+from steplab.costs.weights import PartName
 from steplab.plan.dry_run.allocator import Block, CachingAllocator
-from steplab.plan.dry_run.events import Allocated, Event, Freed, Listener, Operator
+from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.sizes import Split
 from steplab.plan.dry_run.step import run_dry
@@ -21,7 +21,6 @@ from steplab.plan.dry_run.tensors import Piece
 from steplab.specs.model import ModelSpec, TransformerShape
 from steplab.specs.step import StepSpec
 
-PartName = Literal["embedding", "block", "head"]
 _STATE = ("parameters", "optimizer_state", "inputs", "workspaces")
 _LAST, _FIRST = "block 1", "block 0"
 BEFORE, BEHIND = "embedding", "head and loss"
@@ -169,62 +168,44 @@ def _parts(found: "_Reading") -> Parts:
     )
 
 
-class _Log:
-    def __init__(self) -> None:
-        self.memory: list[tuple[Piece, int, bool, str]] = []
-        """(piece, size of its allocation, True if allocated or False if freed, phase)"""
-        self.operators: list[Operator] = []
-        self._allocator = CachingAllocator()
-        self._blocks: dict[int, Block] = {}
-        self._phase = ""
-
-    def listen(self, event: Event) -> None:
-        if isinstance(event, Allocated):
-            block = self._allocator.allocate(event.piece.num_bytes)
-            self._blocks[id(event.piece)] = block
-            self.memory.append((event.piece, block.num_bytes, True, self._phase))
-        elif isinstance(event, Freed):
-            block = self._blocks.pop(id(event.piece))
-            self.memory.append((event.piece, block.num_bytes, False, self._phase))
-            self._allocator.free(block)
-        elif isinstance(event, Operator):
-            self.operators.append(event)
-        else:
-            self._phase = event.phase
-
-
 class _Reading:
     """A run's peaks and saved tensors, read after it, when the category of each allocation is settled."""
 
     def __init__(self, run: Callable[[Listener], None]) -> None:
-        log = _Log()
-        run(log.listen)
-        self.operators = log.operators
+        events: list[Event] = []
+        run(events.append)
+        self.operators = [event for event in events if isinstance(event, Operator)]
         self._peaks: dict[tuple[str, str], tuple[int, str, list[tuple[Piece, int]]]] = {}
         self._after_forward: list[tuple[Piece, int]] = []
         alive: dict[int, tuple[Piece, int]] = {}
-        phase_before = ""
-        for piece, size, made, phase in log.memory:
-            if phase == "backward" != phase_before:
-                self._after_forward = list(alive.values())
-            phase_before = phase
-            if piece.category in _STATE:
-                continue
-            if not made:
-                del alive[id(piece)]
-                continue
-            alive[id(piece)] = piece, size
-            now = [
-                (other, of_other)
-                for other, of_other in alive.values()
-                if other.category != "gradients" or other.where == piece.where or _waits_for_embedding(other)
-            ]
-            level = sum(of_other for _, of_other in now)
-            if level > self._peaks.get((phase, piece.where), (0,))[0]:
-                part = "a block" if piece.where in (_FIRST, _LAST) else piece.where
-                self._peaks[phase, piece.where] = level, f"{part}: {piece.what}", now
+        allocator, blocks, phase = CachingAllocator(), dict[int, Block](), ""
+        for event in events:
+            if isinstance(event, Began):
+                phase = event.phase
+                if phase == "backward":
+                    self._after_forward = list(alive.values())
+            elif isinstance(event, Freed):
+                allocator.free(blocks.pop(id(event.piece)))
+                alive.pop(id(event.piece), None)
+            elif isinstance(event, Allocated):
+                piece = event.piece
+                block = blocks[id(piece)] = allocator.allocate(piece.num_bytes)
+                if piece.category not in _STATE:
+                    alive[id(piece)] = piece, block.num_bytes
+                    self._raise_peak(phase, piece, alive.values())
         if not self._after_forward:
             self._after_forward = list(alive.values())
+
+    def _raise_peak(self, phase: str, piece: Piece, alive: Iterable[tuple[Piece, int]]) -> None:
+        now = [
+            (other, of_other)
+            for other, of_other in alive
+            if other.category != "gradients" or other.where == piece.where or _waits_for_embedding(other)
+        ]
+        level = sum(of_other for _, of_other in now)
+        if level > self._peaks.get((phase, piece.where), (0,))[0]:
+            part = "a block" if piece.where in (_FIRST, _LAST) else piece.where
+            self._peaks[phase, piece.where] = level, f"{part}: {piece.what}", now
 
     def moments(self) -> Iterable[Moment]:
         """Peaks of the embedding, the last block and the head in each pass."""

@@ -25,7 +25,6 @@ FP8 = Dtype(name="fp8", num_bytes=1)
 BOOL = Dtype(name="bool", num_bytes=1)
 INT32 = Dtype(name="int32", num_bytes=4)
 INT64 = Dtype(name="int64", num_bytes=8)
-BYTE = Dtype(name="byte", num_bytes=1)
 
 
 def rounded_up(number: int, step: int) -> int:

@@ -41,17 +41,10 @@ class Node:
         return output
 
 
-class Tape:
-    def __init__(self) -> None:
-        self._nodes: list[Node] = []
-
-    def add(self, node: Node) -> None:
-        self._nodes.append(node)
-
-    def run_backward(self, machine: "Machine") -> None:
-        """Run all nodes, last first; the gradient of the last one's output must be in its slot."""
-        while self._nodes:
-            _run(self._nodes.pop(), machine)
+def run_backward(machine: "Machine") -> None:
+    """Run all nodes, last first; the gradient of the last one's output must be in its slot."""
+    while machine.tape:
+        _run(machine.tape.pop(), machine)
 
 
 def _run(node: Node, machine: "Machine") -> None:

@@ -26,11 +26,11 @@ class Storage:
 
     __slots__ = ("_free", "number", "piece")
 
-    def __init__(self, piece: Piece, number: int, free: Callable[[Piece], None]) -> None:
+    def __init__(self, piece: Piece, number: int, free: Callable[[int], None]) -> None:
         self.piece, self.number, self._free = piece, number, free
 
     def __del__(self) -> None:
-        self._free(self.piece)
+        self._free(self.number)
 
 
 class Tensor:

@@ -26,6 +26,7 @@ from steplab.plan.dry_run.operators import (
     scatter,
 )
 from steplab.plan.dry_run.sizes import FP32, Count, Sizes, together
+from steplab.plan.dry_run.tape import run_backward
 from steplab.plan.dry_run.tensors import Tensor
 from steplab.specs.checkpointing import SELECTIVE, is_recomputed
 
@@ -127,12 +128,11 @@ class Transformer:
 
     def backward(self, loss: Tensor) -> None:
         m = self._machine
-        assert m.tape is not None
         assert loss.slot is not None
         ones = m.new(m.sizes.one, loss.dtype, "gradient of the loss")  # held until the backward pass is over
         m.ran("fill", (), (ones,))
         loss.slot.gradient = ones
-        m.tape.run_backward(m)
+        run_backward(m)
 
 
 def normalised(m: Machine, x: Tensor, parameters: Named, name: str, what: str) -> Tensor:
@@ -189,18 +189,17 @@ class Block:
 
         # Nested as in the model, where no variable holds the factors.
         if m.sizes.shape.feed_forward == "gelu":
-            raised = activation(m, "gelu", self._linear("up", x, inner, "up"), "gelu of up")
-            return scatter(m, self._linear("down", raised, whole, "feed-forward branch"))
-        if m.sizes.shape.projections == "merged":
+            product = activation(m, "gelu", self._linear("up", x, inner, "up"), "gelu of up")
+        elif m.sizes.shape.projections == "merged":
             gate, up = columns(m, self._linear("gate_up", x, together(inner, inner), "gate and up"), inner, inner)
             product = multiply(m, activation(m, "silu", gate, "silu of the gate"), up, "gated product")
-            return scatter(m, self._linear("down", product, whole, "feed-forward branch"))
-        product = multiply(
-            m,
-            activation(m, "silu", self._linear("gate", x, inner, "gate"), "silu of the gate"),
-            self._linear("up", x, inner, "up"),
-            "gated product",
-        )
+        else:
+            product = multiply(
+                m,
+                activation(m, "silu", self._linear("gate", x, inner, "gate"), "silu of the gate"),
+                self._linear("up", x, inner, "up"),
+                "gated product",
+            )
         return scatter(m, self._linear("down", product, whole, "feed-forward branch"))
 
 
@@ -294,10 +293,5 @@ def rotary_heads(m: Machine, merged: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def swiglu(m: Machine, gate_up: Tensor) -> Tensor:
     """silu(gate) times up. Saves both."""
-    like = (gate_up.count, gate_up.dtype, f"gradient of {gate_up.what}")
-
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        return (m.run("swiglu_backward", (gradient, *kept), *like),)
-
     product = m.run("swiglu", (gate_up,), m.sizes.inner, gate_up.dtype, "gated product")
-    return m.node((gate_up.slot,), (gate_up,), backward).gives(product)
+    return m.made_from(gate_up, product, "swiglu_backward", (gate_up,))

@@ -27,11 +27,11 @@ _DDP_FIRST_BUCKET_BYTES = 2**20
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buckets:
     sizes_bytes: tuple[int, ...]
-    buffered_bytes: int
-    waiting_bytes: int
+    buffered_bytes: int = 0
+    waiting_bytes: int = 0
     """Peak bytes of gradients whose bucket is not yet complete."""
     during_backward: bool
-    copied_bytes: int
+    copied_bytes: int = 0
     shared_bytes: int = 0
 
 
@@ -52,7 +52,6 @@ def buckets_of(
         return Buckets(
             sizes_bytes=tuple(of_groups),
             buffered_bytes=total,
-            waiting_bytes=0,
             during_backward=True,
             copied_bytes=total,
         )
@@ -77,10 +76,8 @@ def buckets_of_peers(divisions: Sequence[Division], ranks: int) -> Buckets:
     sizes = [division.num_bytes for division in divisions]
     return Buckets(
         sizes_bytes=tuple(sizes),
-        buffered_bytes=0,
         waiting_bytes=window_bytes(sizes),
         during_backward=True,
-        copied_bytes=0,
         shared_bytes=with_counters(placed(divisions, ranks).num_bytes, ranks),
     )
 

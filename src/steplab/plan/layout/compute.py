@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from steplab.costs.kernel_time import streaming_s
 from steplab.costs.operators import UPDATE_PASSES
 from steplab.costs.rates import Gpu
+from steplab.costs.weights import PartName
 from steplab.errors import Unsupported
-from steplab.plan.dry_run.parts import PartName, Parts
+from steplab.plan.dry_run.parts import Parts
 from steplab.plan.fusion import Kernel, kernels_of
 from steplab.plan.kernel_time import KernelTimes, on_tensor_cores
 

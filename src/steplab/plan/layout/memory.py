@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from steplab.costs.weights import PartName, Weight, elements, trained
 from steplab.ops.triton_places import implementation
 from steplab.plan.dry_run.allocator import CachingAllocator
 from steplab.plan.dry_run.optimizers import tables_of_one_kernel
-from steplab.plan.dry_run.parts import Bundle, Held, PartName, Parts, bundle_of
+from steplab.plan.dry_run.parts import Bundle, Held, Parts, bundle_of
 from steplab.plan.dry_run.sizes import Split
 from steplab.plan.layout.ranks import RankGroup, Stage, rank_groups
-from steplab.plan.layout.sharing import Sharing, weight_bytes
-from steplab.plan.layout.weights import Weight, elements, trained
+from steplab.plan.layout.sharing import Sharing, stage_bytes, weight_bytes
 from steplab.plan.terms import Alike, terms_of
 from steplab.records.prediction import RankMemory, Term
 from steplab.specs.checkpointing import SELECTIVE, differs_by_block, is_recomputed
@@ -325,11 +325,8 @@ class _Rank:
             held[Held("parameters", what, formula, table, 0)] = 1
         num_messages = sum((not stage.first) + (not stage.last) for stage in self._group.stages) * self._microbatches
         if num_messages:
-            element = weight_bytes(spec)
-            size = element * (spec.batch // self._microbatches) * spec.context * model.width
-            size //= spec.layout.tp if self._sharing.splits_tokens else 1
-            what = "residual stream and its gradient, from neighbours"
-            held[Held("communication", what, f"{element} B T d / n", size, -size % 512)] = num_messages
+            what, size = "residual stream and its gradient, from neighbours", stage_bytes(spec, self._sharing)
+            held[Held("communication", what, f"{weight_bytes(spec)} B T d / n", size, -size % 512)] = num_messages
         return bundle_of(held)
 
     def _of_optimizer(self) -> Holdings:

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Protocol
 
 from steplab.costs.flops import num_embedding_parameters, num_parameters
+from steplab.costs.weights import PartName, Weight, weights_of
 from steplab.errors import SteplabError, Unsupported
 from steplab.plan.dry_run.events import Listener
 from steplab.plan.dry_run.machine import Gathering
-from steplab.plan.dry_run.parts import PartName, Parts, parts_of, parts_of_run
+from steplab.plan.dry_run.parts import Parts, parts_of, parts_of_run
 from steplab.plan.dry_run.sizes import Split
-from steplab.plan.layout.weights import Weight, weights_of
 from steplab.records.run import ModelFacts
 from steplab.specs.layout import Layout
 from steplab.specs.model import TransformerShape

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from steplab.specs.layout import Layout, blocks_of_stage
 from steplab.specs.step import STAGES_A_RANK, StepSpec
-from steplab.units import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +43,6 @@ class RankGroup:
     @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
         return tuple(block for stage in self.stages for block in stage.blocks)
-
-    def __str__(self) -> str:
-        return f"{self.label} ({counted(self.num_ranks, 'GPU')}: {self.has})"
 
 
 def rank_groups(spec: StepSpec, num_layers: int | None = None) -> tuple[RankGroup, ...]:

@@ -77,10 +77,8 @@ def plan_of_given(job: LayoutJob, spec: StepSpec) -> LayoutPlan:
 
 
 def _plan(job: LayoutJob, remarks: Sequence[str], search: "_Search", found: Sequence[LayoutCandidate]) -> LayoutPlan:
-    timed = [(each.verdict != "fits", each.time.seconds, each) for each in found if each.time]
-    fitting = [each for _, _, each in sorted(timed, key=lambda one: one[:2])]
-    others = [each for each in found if not each.time]
-    others.sort(key=lambda each: (each.verdict == "not possible", each.peak_bytes or 0))
+    ordered = sorted(found, key=_rank)
+    fitting = [each for each in ordered if each.time]
     notes, facts = [*remarks, *_within_a_node(job)], (job.model or own_model(job.spec)).facts
     if job.model is not None and any(each.spec and each.spec.layout.pp > 1 for each in found):
         notes.append("pipelines of this model are planned, not run: steplab cuts only its own Transformer into stages")
@@ -108,7 +106,7 @@ def _plan(job: LayoutJob, remarks: Sequence[str], search: "_Search", found: Sequ
         gpus_per_node=job.machine.gpus_per_node,
         global_batch=job.global_batch,
         usable_bytes=search.usable_bytes,
-        candidates=(*fitting, *others),
+        candidates=tuple(ordered),
         num_as_fast=_num_as_fast(fitting),
         network=job.machine.network,
         network_bytes_per_s=job.machine.network_bytes_per_s,
@@ -177,10 +175,7 @@ class _Search:
         per_rank = job.global_batch // layout.data_ranks
         known = _CHECKPOINTING if job.model is None else ("none", "full")
         choices = known if job.spec.checkpointing == AUTO else (job.spec.checkpointing,)
-        best = self._best(layout, per_rank, choices[0])
-        for choice in choices[1:]:
-            found = self._best(layout, per_rank, choice)
-            best = found if _better(found, best) else best
+        best = min((self._best(layout, per_rank, choice) for choice in choices), key=_rank)
         return self._with_fewest_recomputed(best) if job.spec.checkpointing == AUTO else best
 
     def _with_fewest_recomputed(self, best: LayoutCandidate) -> LayoutCandidate:
@@ -197,15 +192,14 @@ class _Search:
         # One more recomputed block needs less memory, except the last, with which backward begins.
         fewest = bisect.bisect_left(numbers, True, key=lambda number: with_first(number).verdict == "fits") + 1
         found = with_first(fewest) if fewest in numbers else best
-        return found if _better(found, best) else best
+        return min(best, found, key=_rank)
 
     def _best(self, layout: Layout, per_rank: int, checkpointing: str) -> LayoutCandidate:
         best: LayoutCandidate | None = None
         for batch in _micro_batches(per_rank):
             for schedule in _SCHEDULES if layout.pp > 1 else _SCHEDULES[:1]:
                 found = self._tried(layout, per_rank, batch, schedule, checkpointing)
-                if best is None or _better(found, best):
-                    best = found
+                best = found if best is None else min(best, found, key=_rank)
             if layout.pp == 1 and best is not None and best.verdict == "fits":
                 break  # smaller ones are slower
         assert best is not None
@@ -265,16 +259,11 @@ def _micro_batches(per_rank: int) -> list[int]:
     return sorted({*powers, per_rank}, reverse=True)
 
 
-def _better(one: LayoutCandidate, other: LayoutCandidate) -> bool:
-    if (one.time is None) != (other.time is None):
-        return one.time is not None
-    if one.time is not None and other.time is not None:
-        if (one.verdict == "fits") != (other.verdict == "fits"):
-            return one.verdict == "fits"
-        return one.time.seconds < other.time.seconds
-    if one.peak_bytes is None or other.peak_bytes is None:
-        return one.peak_bytes is not None
-    return one.peak_bytes < other.peak_bytes
+def _rank(one: LayoutCandidate) -> tuple[bool, bool, float]:
+    """Sorts the better layout first: one with a time, that fits, by time; without a time the one with less memory."""
+    if one.time is not None:
+        return False, one.verdict != "fits", one.time.seconds
+    return True, one.peak_bytes is None, one.peak_bytes or 0
 
 
 def _candidates_for_peak(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:

@@ -48,6 +48,12 @@ def weight_bytes(spec: StepSpec) -> int:
     return 2 if spec.precision == "bf16_pure" else _FP32_BYTES
 
 
+def stage_bytes(spec: StepSpec, sharing: Sharing) -> int:
+    """Bytes of a microbatch's residual stream, as a stage of a pipeline sends it to the next."""
+    size = weight_bytes(spec) * spec.tokens // spec.num_microbatches * sharing.model.width
+    return size // (spec.layout.tp if sharing.splits_tokens else 1)
+
+
 def sharing_of(
     spec: StepSpec,
     variant: Variant | None = None,

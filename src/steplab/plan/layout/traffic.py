@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from steplab.costs.communication import bus_factor
+from steplab.costs.weights import Weight, trained
 from steplab.plan.layout.links import Group
 from steplab.plan.layout.model import ForeignModel, SpreadModel
 from steplab.plan.layout.ranks import RankGroup
-from steplab.plan.layout.sharing import Sharing, weight_bytes
-from steplab.plan.layout.weights import Weight, trained
+from steplab.plan.layout.sharing import Sharing, stage_bytes, weight_bytes
 from steplab.specs.checkpointing import SELECTIVE, is_recomputed
 from steplab.specs.step import StepSpec
 
@@ -61,21 +61,16 @@ def _data_parallel(spec: StepSpec, sharing: Sharing) -> Iterator[Traffic]:
     buckets = sharing.buckets
     if buckets is None or spec.pass_name == "forward":
         return
-    group = groups_of(spec)["dp"]
+    messages = partial(Traffic, axis="dp", group=groups_of(spec)["dp"])
     collective = "reduce_scatter" if sharing.owned else "all_reduce"
-    phase = "backward" if buckets.during_backward else "after backward"
+    during = buckets.during_backward
+    send = partial(messages, collective=collective, phase="backward" if during else "after backward", beside=during)
     for size, count in Counter(buckets.sizes_bytes).items():
-        yield Traffic(
-            axis="dp", collective=collective, carries="gradients, in buckets", phase=phase, message_bytes=size,
-            count=count, group=group, beside=buckets.during_backward,
-        )  # fmt: skip
+        yield send(carries="gradients, in buckets", message_bytes=size, count=count)
     if sharing.owned:  # the next forward pass waits for its weights part by part
         number = len(buckets.sizes_bytes)
-        size = sharing.owned.parameters_bytes // number
-        yield Traffic(
-            axis="dp", collective="all_gather", carries="updated weights", phase="forward", message_bytes=size,
-            count=number, group=group, beside=True,
-        )  # fmt: skip
+        size, gather = sharing.owned.parameters_bytes // number, partial(messages, collective="all_gather", beside=True)
+        yield gather(carries="updated weights", phase="forward", message_bytes=size, count=number)
 
 
 def _sharded(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffic]:
@@ -101,23 +96,18 @@ def _sharded(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traf
         again = freed and sharing.reshard
         forward = number * (micro_steps if sharing.reshard else 1)
         if fsdp.size > 1:
-            for phase, count in (("forward", forward), ("backward", forward if again and gradients else 0)):
-                if count:
-                    yield Traffic(
-                        axis="fsdp", collective="all_gather", carries="weights", phase=phase,
-                        message_bytes=padded * of_one, count=count, group=fsdp, beside=True,
-                    )  # fmt: skip
+            shards = partial(Traffic, axis="fsdp", group=fsdp, beside=True)
+            gather = partial(shards, collective="all_gather", carries="weights", message_bytes=padded * of_one)
+            yield gather(phase="forward", count=forward)
+            if again and gradients:
+                yield gather(phase="backward", count=forward)
             if gradients and reduced:
-                yield Traffic(
-                    axis="fsdp", collective="reduce_scatter", carries="gradients", phase="backward",
-                    message_bytes=reduced * sharing.reduced_bytes, count=number, group=fsdp, beside=True,
-                )  # fmt: skip
+                reduce, size = partial(shards, collective="reduce_scatter"), reduced * sharing.reduced_bytes
+                yield reduce(carries="gradients", phase="backward", message_bytes=size, count=number)
         if gradients and reduced and sharing.replicas > 1:
-            yield Traffic(
-                axis="dp", collective="all_reduce", carries="gradients of shards", phase="backward",
-                message_bytes=reduced * sharing.reduced_bytes // fsdp.size, count=number, group=groups["dp"],
-                beside=True,
-            )  # fmt: skip
+            average = partial(Traffic, axis="dp", group=groups["dp"], beside=True, collective="all_reduce")
+            size = reduced * sharing.reduced_bytes // fsdp.size
+            yield average(carries="gradients of shards", phase="backward", message_bytes=size, count=number)
 
 
 def _split(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffic]:
@@ -177,18 +167,14 @@ def _split(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffi
 def _staged(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffic]:
     if spec.layout.pp == 1:
         return
-    size = weight_bytes(spec) * spec.tokens // spec.num_microbatches * sharing.model.width
-    size //= spec.layout.tp if sharing.splits_tokens else 1
     group = groups_of(spec)["pp"]
     pair = Group(size=2, stride=group.stride, in_line=group.size)
+    send = partial(Traffic, axis="pp", collective="send_recv", group=pair, beside=False)
     for phase, ends in (("forward", "last"), ("backward", "first")):
         count = sum(not getattr(stage, ends) for stage in rank.stages) * spec.num_microbatches
         carries = "activations" if phase == "forward" else "gradients of activations"
         if count:
-            yield Traffic(
-                axis="pp", collective="send_recv", carries=carries, phase=phase, message_bytes=size, count=count,
-                group=pair, beside=False,
-            )  # fmt: skip
+            yield send(carries=carries, phase=phase, message_bytes=stage_bytes(spec, sharing), count=count)
 
 
 def updated_elements(spec: StepSpec, rank: RankGroup, model: SpreadModel) -> int:

@@ -4,9 +4,11 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from steplab.plan.dry_run.parts import PartName
 from steplab.specs.model import TransformerShape
+
+PartName = Literal["embedding", "block", "head"]
 
 
 @dataclass(frozen=True, slots=True)
