@@ -168,9 +168,15 @@ def test_a_message_that_cannot_be_read_is_a_failure_of_its_rank(
 @pytest.mark.parametrize(
     ("states", "told"),
     [
-        (("collective", "code"), "rank 1 on {host}: {what}: it is at m.py:1 in measure, and the others wait for it"),
-        (("device", "collective"), "rank 0 on {host}: {what}: it waits for its device at m.py:0 in measure"),
-        (("collective", None), "rank 1 on {host}: {what}: it does not answer in measure, and the others wait for it"),
+        (
+            ("collective", "code"),
+            "rank 1 on {host}: {what}: it is at m.py:1 during measure, and the others wait for it",
+        ),
+        (("device", "collective"), "rank 0 on {host}: {what}: it waits for its device at m.py:0 during measure"),
+        (
+            ("collective", None),
+            "rank 1 on {host}: {what}: it does not answer during measure, and the others wait for it",
+        ),
         (("code", "code"), "the ranks {what}: rank 0 is at m.py:0; rank 1 is at m.py:1"),
         (("collective", "collective"), "the ranks {what}: rank 0 waits for other ranks at m.py:0"),
     ],

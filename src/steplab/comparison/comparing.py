@@ -351,7 +351,7 @@ def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator
 def _ratio(
     pair: _Pair, figure: MeasuredFigure, of_a: _Samples, of_b: _Samples, threshold: float | None, num_decided: int
 ) -> Ratio | None:
-    """Ratio of B to A with its uncertainty. Alternating runs are paired by step; bytes are exact. None for a few single
+    """Ratio of B to A with its uncertainty. Alternating runs are paired by turn; bytes are exact. None for a few single
     times, which have no interval."""
     a, b = ([samples for _, samples in side] for side in (of_a, of_b))
     by_id = dict(of_a + of_b)

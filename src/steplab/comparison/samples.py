@@ -39,8 +39,8 @@ their interval is the stricter criterion."""
 IN_TURNS = 0.01
 """Default threshold for alternating samples, whose differences come from the code."""
 SEPARATE = 0.05
-"""Default threshold for one process per side. Equal steps on quiet H200s differ by up to 5.0 % between two processes,
-and by more than 0.4 % in half of the recorded pairs (benchmarks/compare_alarms.py)."""
+"""Default threshold below `FEWEST` processes per side. Equal steps on quiet H200s differ by up to 5.0 % between two
+processes, and by more than 0.4 % in half of the recorded pairs (benchmarks/compare_alarms.py)."""
 
 _REPLICATES = 1000
 _AT_ONCE = 2_000_000  # values resampled together, to bound memory
@@ -56,7 +56,7 @@ def compare_samples(
     """Ratio of B's median to A's, with 95 % interval, test and decision.
 
     `in_turns`: blocks i of A and B ran next to each other. `threshold`: the smallest difference that matters, as a
-    fraction; None: `IN_TURNS`, or `SEPARATE` for samples of one process. `num_decided`: number of ratios that share the
+    fraction; None: `IN_TURNS`, or `SEPARATE` below `FEWEST` processes. `num_decided`: number of ratios that share the
     probability of a false alarm. `margin`: logarithmic difference between separate starts on the machine, the least
     half width with one process per side.
 
@@ -201,7 +201,7 @@ def _fewest(alpha: float, *, in_turns: bool) -> int:
 def _more(interval: tuple[float, float] | None, threshold: float, num_units: int, fewest: int) -> int | None:
     """Further units per side for an interval as narrow as the threshold, at least `fewest` in all.
 
-    The interval's width falls with the square root of the units. A ratio still undecided then equals the threshold.
+    The interval's width falls with the square root of the units. Only a ratio near the threshold then stays undecided.
     """
     if interval is None:
         return max(fewest - num_units, 1)

@@ -34,7 +34,7 @@ def ratio_in_turns(
 ) -> Ratio | None:
     """Ratio of samples of two alternating runs, one per step; None without neighbouring turns.
 
-    The earlier run's turns next to other runs are left out.
+    Of the run that began first, only turns around the other's count.
     """
     assert a.turns is not None
     assert b.turns is not None

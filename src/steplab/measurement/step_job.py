@@ -112,7 +112,7 @@ lets Python run ahead.
 """
 _SHORT_S = 0.1
 _WITH_ONE_THREAD, _LONGEST_WITH_ONE_THREAD_S = 6, 10.0
-"""Steps with one thread for comparison.samples, and their longest time, estimated from all threads'."""
+"""Steps with one thread for comparison, and their longest time, estimated from all threads'."""
 
 
 class _Cell:

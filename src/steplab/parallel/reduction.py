@@ -1,8 +1,8 @@
 """Average one module's gradients over ranks, even if ranks' backward passes differ.
 
-Buckets are launched in one fixed order, each once; then all ranks exchange flags, so no rank waits for another thing. A
-gradient that is absent on some ranks counts as zero there. A bucket with a late gradient is launched again, with its
-average plus the late gradients; by linearity the result is the average of the sums.
+All ranks launch each bucket once, in one order, then exchange flags, so their collectives match. A gradient that is
+absent on some ranks counts as zero there. A bucket with a late gradient is launched again, with its average plus the
+late gradients; by linearity the result is the average of the sums.
 
 A launched bucket holds its gradients (`.grad` is None until the end), so later backward passes never write to them. A
 hook refuses optimizer steps with unaveraged gradients. The exchange also compares the ranks' orders of launches, over

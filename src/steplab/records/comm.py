@@ -23,7 +23,7 @@ class RankTimes:
     calls_per_sample: Positive = 1
     """Consecutive calls averaged into each sample of `device_s`."""
     num_waits: int | None = None
-    """Samples of `device_s` that may include waits for launches, some made after the previous sample ended. None:
+    """Samples of `device_s` that may include a wait: some launches came after the previous sample ended. None:
     unknown.
     """
     held_s: float | None = None

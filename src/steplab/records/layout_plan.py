@@ -92,7 +92,7 @@ class LayoutPlan:
     usable_bytes: int
     candidates: tuple[LayoutCandidate, ...]
     num_as_fast: int
-    """First layouts as fast as the fastest, within the errors of prediction."""
+    """Number of layouts, from the first, as fast as it within the predictions' errors."""
     network: str = ""
     """Network between nodes, such as InfiniBand NDR; empty: unknown."""
     network_bytes_per_s: float | None = None

@@ -29,7 +29,7 @@ class Elements:
     num_zero: int
     """Zeros, including elements that are zero in fp32 too."""
     num_subnormal: int
-    """Subnormal elements have fewer significant digits."""
+    """Subnormal elements, which have fewer significant digits."""
     num_overflowed: int | None
     """Infinite or NaN elements that are finite in fp32; None: no fp32 run."""
     num_underflowed: int | None

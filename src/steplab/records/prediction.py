@@ -38,7 +38,7 @@ class CardFit:
     """True if `usable_bytes` was read from such a GPU; else it is a cautious share of the stated memory."""
     verdict: FitVerdict
     """fits: at least `safe_device_bytes`. does not fit: less than `least_device_bytes`. too tight to promise: between
-    the two. not known: more than a prediction that is only a lower bound.
+    the two. not known: at least the prediction, which is a lower bound.
     """
 
 

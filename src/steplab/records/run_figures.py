@@ -39,7 +39,7 @@ MFU, HFU = ("mfu", "causal"), ("hfu", "as_executed")
 
 
 def _used(field: str, *kinds: tuple[str, str]) -> Callable[[Run], Scalar]:
-    """Finds this field of a run's utilization, of its first existing kind and convention."""
+    """Finds a field of the first of these utilizations (kind, convention) that a run has."""
 
     def find(run: Run) -> Scalar:
         found = (run.utilization(*kind) for kind in kinds)
@@ -49,7 +49,7 @@ def _used(field: str, *kinds: tuple[str, str]) -> Callable[[Run], Scalar]:
 
 
 def _peak(field: str, of_profile: str) -> Callable[[Run], int | None]:
-    """Finds a peak's bytes, of a snapshot in its memory profile."""
+    """Finds a peak's bytes; a snapshot's are in its memory profile."""
 
     def find(run: Run) -> int | None:
         if run.peak:

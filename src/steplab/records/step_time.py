@@ -138,8 +138,8 @@ class TimeCheck:
     fitted: bool = False
     """True if rates were fitted to this or similar steps; else the step was held out, or measured later."""
     device_waited: bool = False
-    """True if the GPU may have waited for Python, by the CPU's speed in these records; for other models, by the record
-    and the prediction.
+    """True if the GPU may have waited for Python, by the CPU's speed in these records; for transformers' models, by the
+    run and its prediction.
     """
     unsupported: str | None = None
 

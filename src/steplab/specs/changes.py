@@ -36,8 +36,8 @@ LAUNCHING = ("compile", "cuda_graph")
 """Fields of how kernels are launched. They are tried first while the GPU waits for Python, whose noise hides savings of
 GPU time."""
 FREEING = ("attention", "loss", "precision")
-"""Fields whose changes may need less memory and no more time; tried first if a step does not fit. One with equal
-numbers is tried with a time-saving change that alone does not fit."""
+"""Fields whose changes may need less memory and no more time; tried first if a step does not fit. One that keeps
+the numbers is also joined to a faster change that does not fit alone."""
 _MEASURED_ON = {"cuda": "an H200", "cpu": "a CPU"}
 
 
@@ -199,7 +199,7 @@ CHANGES = (
         replaces=("block", "default", "reduce-overhead"),
     ),
 )
-"""In the order of trial without predicted savings."""
+"""Without predicted savings they are tried in this order."""
 
 
 def words_with(own: str, others: Sequence[str]) -> str:

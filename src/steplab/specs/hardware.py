@@ -170,5 +170,5 @@ def network_of(gpu: str) -> NetworkSpec | None:
 
 
 def network_alike(gpu: str) -> NetworkSpec:
-    """Network with the `reached` of these GPUs: their own, else the network that reaches least."""
+    """Network whose `reached` these GPUs take: their own, else the one that reaches least."""
     return network_of(gpu) or min(networks(), key=lambda each: each.reached)

@@ -50,8 +50,8 @@ class Figure(Expression, kw_only=True, frozen=True):
 
 
 class Derivation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """A question that `steplab plan accounting` answers, by its beginning, with that command's options. Without a
-    model, `steplab attention --derive` answers."""
+    """Answer by `steplab plan accounting`, whose question begins so, with its options; without a model, by `steplab
+    attention --derive`."""
 
     question: str = ""
     model: str = ""

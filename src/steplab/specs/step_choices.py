@@ -78,7 +78,7 @@ def no_gradients(spec: "StepChoices") -> str | None:
 
 
 def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
-    """`unused` of a field for built-in models only. `own` completes the reason: 'has its own blocks'."""
+    """Make `unused` of a field that needs a built-in model. `own` completes the reason: 'has its own blocks'."""
 
     def why(spec: "StepChoices") -> str | None:
         if spec.model.kind == "transformer":
@@ -89,7 +89,7 @@ def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
 
 
 def _needs_axis(axis: str, lacks: str, instead: str = "") -> "Callable[[StepChoices], str | None]":
-    """`unused` of a field for layouts with this axis. `lacks` completes the reason: 'has no pipeline'."""
+    """Make `unused` of a field that needs this axis. `lacks` completes the reason: 'has no pipeline'."""
 
     def why(spec: "StepChoices") -> str | None:
         if getattr(spec.layout, axis) > 1:

@@ -245,7 +245,7 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
 
 
 def _patience(path: Path) -> Callable[[int, int, int], None]:
-    """Make a copy's callback. It raises SteplabError if another process locks the store for too long.
+    """Make a backup's callback. It raises SteplabError if another process locks the store for too long.
 
     SQLite would retry forever and ignore Ctrl-C.
     """

@@ -59,7 +59,7 @@ LAST, BACK = "last", "last~"
 
 
 def unique_id(connection: Connection, table: Literal["record", "study"], prefix: str) -> str:
-    """The id in `table`, from an id, else the only one's name, else the only one's beginning.
+    """Id of the only row in `table` with this id, else this name, else this beginning.
 
     `last` is the newest id, `last~1` the one before. A name of several studies means the newest. Raises UserError for
     none or several.

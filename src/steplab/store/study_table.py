@@ -54,9 +54,9 @@ class StudyTable:
         return str(found[0][0]) if found else None
 
     def study_id(self, id_prefix: str) -> str:
-        """Id of a study: the newest of this name, the only one with this beginning, or `last`.
+        """Id of a study: the newest of this name, the only one whose id begins so, or `last`.
 
-        Raises UserError for none, or several beginnings.
+        Raises UserError for none or several ids.
         """
         return unique_id(self._connection, "study", id_prefix)
 

@@ -326,7 +326,7 @@ class Conversation:
             stage = (guilty or self._ranks)[0].stage
             return Failure(kind="timeout", message=f"the ranks {what}: {where}", phase=stage, last_lines=lines)
         (rank,) = guilty
-        message = f"{what}: it {standing(rank.where)} in {rank.stage}, and the others wait for it"
+        message = f"{what}: it {standing(rank.where)} during {rank.stage}, and the others wait for it"
         return self._named(rank, Failure(kind="timeout", message=message, phase=rank.stage, last_lines=lines))
 
     def _to_blame(self) -> list[_Rank]:

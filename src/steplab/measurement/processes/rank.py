@@ -122,7 +122,7 @@ class Rank:
         limit_s = STALL_S if has_stalled or self._timeout_s is None else self._timeout_s
         what = "made no progress for" if has_stalled else "did not end within"
         stage = self._listener.progress.stage
-        message = f"{what} {format_time(limit_s)}: it {standing(whereabouts(self._thread))} in {stage}"
+        message = f"{what} {format_time(limit_s)}: it {standing(whereabouts(self._thread))} during {stage}"
         return self._named(Failure(kind="timeout", message=message, phase=stage))
 
     def _named(self, failure: Failure) -> Failure:

@@ -72,7 +72,7 @@ def buckets_of(
 
 
 def buckets_of_peers(divisions: Sequence[Division], ranks: int) -> Buckets:
-    """Buckets sent by peer copies; gradients stay in their own memory until others have landed."""
+    """Buckets sent by peer copies from the gradients' own memory; at most a window of them waits."""
     sizes = [division.num_bytes for division in divisions]
     return Buckets(
         sizes_bytes=tuple(sizes),

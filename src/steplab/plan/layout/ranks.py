@@ -16,7 +16,7 @@ class Stage:
     first: bool
     last: bool
     in_flight: int
-    """Peak number of microbatches between the begin of forward and the end of backward."""
+    """Peak number of microbatches between the start of forward and the end of backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
