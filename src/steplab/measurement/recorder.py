@@ -31,8 +31,8 @@ from steplab.units import counted
 
 class ProfiledSteps:
     def __init__(self, steps: range, module: nn.Module | None, trace: Path | None) -> None:
-        """`steps`: numbers from 0, without the first. `trace` None: another rank writes it. Raises UserError for no
-        steps, gaps, or the first.
+        """`steps`: consecutive numbers after the first step's, 0; others raise UserError. `trace` None: another rank
+        writes it.
         """
         if not isinstance(steps, range) or not steps or steps.step != 1 or not 1 <= steps.start < steps.stop < LARGEST:
             raise UserError(
@@ -193,8 +193,8 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times within a step are summed. No name may end a training: control characters are written out, long names
-        cut, and `step` becomes `step (phase)`.
+        """Times of a name in a step are summed. No name raises an error: control characters are written out, long
+        names cut, and `step` becomes `step (phase)`.
         """
         name = _phase_name(name)
         if not self._inside:

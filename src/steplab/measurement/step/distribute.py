@@ -144,8 +144,8 @@ def units_of(module: nn.Module) -> Sequence[Unit]:
 
 
 def sharding_of(module: nn.Module, spec: StepSpec) -> Sharding:
-    """How FSDP2 stores and moves the parameters. Foreign models are gathered in the stored dtype, because some of
-    their modules may need it."""
+    """How FSDP2 stores and moves the parameters. Third-party models are gathered in the stored dtype, because some
+    of their modules may need it."""
     autocast = spec.precision == "bf16" and isinstance(module, Transformer | TransformerStage)
     return Sharding(
         gather_dtype=torch.bfloat16 if autocast else None,
