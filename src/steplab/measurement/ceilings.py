@@ -70,7 +70,7 @@ def _measure(device: Device, on_stage: Callable[[str, int], None]) -> Iterator[C
 def _matmul(device: Device, dtype: torch.dtype) -> tuple[int, tuple[float, ...]]:
     """Size and times of the largest product tried, in the fastest of a linear layer's layouts.
 
-    Without bf16 instructions a CPU is twenty times slower in one layout than in another, which is not tried further.
+    Slow layouts are not tried further: without bf16 instructions a CPU is twenty times slower in one than in another.
     """
     n, layouts, smaller_s = _SMALLEST, _LAYOUTS, 0.0
     while True:

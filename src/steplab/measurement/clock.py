@@ -288,8 +288,8 @@ class ColdCaches:
         return (now - batch_started) / batch + (call.num_flushes - 1) * self._flush_s
 
     def run_ahead(self, call: ColdCall) -> Marks:
-        """Marks around one call. While the device gets there before all is launched, it is repeated behind more
-        flushes; at the most flushes a wait is counted.
+        """Marks around one call. If the device reaches it before Python has launched all, it is repeated behind more
+        flushes; at the most flushes, a wait is counted.
         """
         while True:
             span = self._run(call)

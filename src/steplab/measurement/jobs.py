@@ -49,7 +49,7 @@ class AuditTask(msgspec.Struct, kw_only=True):
 
 
 class SharesTask(msgspec.Struct, kw_only=True):
-    """Predict time shares of an eager step once compiled."""
+    """Predict the ratios of a step's compiled to its eager costs."""
 
     spec: StepSpec
     gpu: str

@@ -31,8 +31,8 @@ from steplab.units import counted
 
 class ProfiledSteps:
     def __init__(self, steps: range | None, module: nn.Module | None, trace: Path | None) -> None:
-        """`steps`: numbers from 0, without the first; None: no profile. `trace` None: another rank writes it. Raises
-        UserError for no steps, gaps, or the first.
+        """`steps`: consecutive numbers after the first step's, 0, else UserError; None: no profile. `trace` None:
+        another rank writes it.
         """
         if steps is not None and not _can_be_profiled(steps):
             raise UserError(
@@ -194,8 +194,8 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times within a step are summed. No name may end a training: control characters are written out, long names
-        cut, and `step` becomes `step (phase)`.
+        """Times of a name in a step are summed. No name raises an error: control characters are written out, long
+        names cut, and `step` becomes `step (phase)`.
         """
         name = _phase_name(name)
         if not self._inside:

@@ -68,7 +68,7 @@ class Runner:
         return allocated_bytes(self.device)
 
     def stays(self, beyond: int = 0, patience_s: float = 0.0) -> int:
-        """Bytes held beyond the idle device and `beyond`, after `patience_s`; 0 if libraries may keep that much."""
+        """Bytes held beyond the idle device's and `beyond`, after `patience_s` at most; 0 if libraries may keep it."""
         until_s = time.monotonic() + patience_s
         while True:
             held, idle = self.free(), self.idle_bytes

@@ -72,7 +72,7 @@ def measure_here(
     world: World | None = None,
     turns: Turns | None = None,
 ) -> Run:
-    """A failure of the model or of its memory is part of the record, and one of `watch`'s steps, after all timing, a
+    """A failure of the model or of its memory goes into the record, one of `watch`'s steps, after all timing, into a
     note. Collective; a record without a failure has all ranks' samples. Raises UserError or Unsupported for an
     impossible request.
     """
@@ -274,7 +274,7 @@ class _Cell:
         return seconds_of(step.record if isinstance(step, GraphedStep) else partial(_run, step.phases), self.device)
 
     def check_weights(self) -> None:
-        """A GPU draws less power on infinite or NaN weights, and may clock higher."""
+        """Note infinite or NaN weights: a GPU draws less power on them, and may clock higher."""
         said = any(note.startswith(NOT_FINITE) for note in self.notes)
         if said or self.spec.pass_name != "train" or self.step.module is None:
             return

@@ -1,4 +1,4 @@
 """One file per command: its docstring is the help, its function has the command's name.
 
-Python reserves `list` and `import`, hence `list_` and `import_`.
+`list_` and `import_` avoid a builtin and a keyword.
 """

@@ -46,7 +46,7 @@ class _Head:
 
 
 class Reference:
-    """Float64 results of some heads."""
+    """Some heads' float64 output and gradients."""
 
     def __init__(self, spec: AttentionSpec, inputs: Inputs) -> None:
         self._repeats = spec.heads // spec.num_kv_heads

@@ -82,7 +82,7 @@ class AttentionVariant:
         self.keep(failure=failure_from(error, stage, device, no_kernel))
 
     def call(self, name: AttentionPass) -> ColdCall:
-        """Backward needs a forward pass before each repeat: kept, its tensors would fill the device's memory."""
+        """Backward has a forward pass before each repeat: tensors saved for all would fill the device's memory."""
         if name == "forward":
             return ColdCall(run=lambda _: self.forward())
         if name == "backward":

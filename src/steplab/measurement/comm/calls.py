@@ -1,7 +1,7 @@
 """One call of each collective, by torch.distributed or steplab.parallel's transport, and the data that check it.
 
-Whole numbers so small that all sums are exact, drawn from a hash of rank and index, differ almost always at another
-place or rank. They are compared in pieces: a whole message as int64 would take twice its memory.
+Data are whole numbers so small that all sums are exact; a hash of rank and index makes them differ almost always at
+another place or rank. They are compared in pieces: a whole message as int64 would take twice its memory.
 """
 
 from collections.abc import Callable, Iterator

@@ -4,7 +4,7 @@ Every rank measures the same cells, the largest groups first; a cell with fewer 
 checked before they are timed. Ranks learn of a failure before they wait for each other.
 
 On a GPU, calls go back to back in rows. A row begins with a barrier, also on the device, because a broadcast's root
-waits for no rank, and with an uncounted call. An event takes microseconds, so there is one per millisecond of calls,
+waits for no rank. An uncounted call follows. An event takes microseconds, so there is one per millisecond of calls,
 and a sample is their mean.
 
 Then each call is timed alone by Python's clock, after a barrier, with the device idle at both ends. The slowest rank's

@@ -186,7 +186,7 @@ class MeasuredVariant:
 
 
 def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | None) -> None:
-    """Record steps into `target`, after one under another name; None: this rank writes no file.
+    """Record steps into `target`, after one named `warmup step`; None: this rank writes no file.
 
     All ranks record, so that none waits for a slowed one.
     """

@@ -156,7 +156,7 @@ class Conversation:
         surroundings: Surroundings = HERE,
         ahead_of: str | None = None,
     ) -> None:
-        """`timeout_s` limits each wait. `surroundings` are of a single process. Without a request it loads the modules
+        """`timeout_s` limits each wait. Several processes ignore `surroundings`. Without a request it loads the modules
         of the job `ahead_of`, and is then ready for `begin`.
 
         Raises SteplabError if the system does not let one start.

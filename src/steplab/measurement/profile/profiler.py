@@ -22,7 +22,7 @@ from steplab.specs.step import StepSpec
 
 
 class StepProfiler:
-    """Built before the model, which then has its ranges."""
+    """Built before the model, which marks its parts by `span`."""
 
     stage, export_stage = "profile", "trace"
 

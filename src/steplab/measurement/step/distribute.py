@@ -83,8 +83,9 @@ def units_of(module: nn.Module) -> Sequence[Unit]:
 
 
 def policy_of(module: nn.Module, spec: StepSpec) -> MixedPrecisionPolicy:
-    """Dtypes in which FSDP2 moves parameters and gradients. Foreign models are gathered in the stored dtype, because
-    some of their modules may need it. Inputs are not cast: autocast decides on low precision, as on one rank."""
+    """Dtypes in which FSDP2 moves parameters and gradients. Third-party models are gathered in the stored dtype,
+    because some of their modules may need it. Inputs are not cast: autocast decides on low precision, as on one rank.
+    """
     autocast = spec.precision == "bf16" and isinstance(module, Transformer | TransformerStage)
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if autocast else None,

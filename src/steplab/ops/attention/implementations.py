@@ -23,7 +23,7 @@ def _rounded_up(number: int, multiple: int) -> int:
 class Workspace:
     """float32 memory that a backward pass needs while it runs: `times` tensors of `shape`.
 
-    Each has one number for a row of scores, or one for an element of the queries.
+    Each has one number for a row of scores, or for an element of queries, keys or values.
     """
 
     what: str

@@ -171,8 +171,8 @@ def _lists_of_blocks(num_queries: int, num_keys: int, device: torch.device, whol
     """Number and list of key blocks that each block of queries sees wholly (else in part); then the same for blocks of
     keys.
 
-    A row sees earlier key blocks wholly and the diagonal one in part, as blocks that are not full. torch's
-    create_block_mask needs a byte for every pair.
+    A row sees earlier key blocks wholly, but the diagonal one and incomplete ones in part. torch's create_block_mask
+    needs a byte for every pair.
     """
     num_rows, num_columns = -(-num_queries // BLOCK), -(-num_keys // BLOCK)
     with torch.inference_mode(False):  # kept for training steps, even if first made in inference

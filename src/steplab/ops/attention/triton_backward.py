@@ -164,7 +164,7 @@ def prepared(
     """Run attention_prepare, and return the arguments of the kernels after it.
 
     With a scale below zero, these write -dQ. `room` is memory divided as by `_layout`, allocated here if None. Launches
-    on the raw CUDA `stream` are kept.
+    on the raw CUDA `stream` are kept for repeats.
     """
     positive_q, positive = positive_scale(q_BHSD, scale)
     products = precision(q_BHSD.dtype)

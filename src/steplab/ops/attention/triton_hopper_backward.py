@@ -5,7 +5,8 @@ and each makes half of a query tile's dQ. A separate warp adds it to float32 sum
 rounds.
 
 Note "turns": sums of floats depend on their order. So every 128 queries of a head have a counter for each consumer's
-half, and a program waits for its turn. It waits only for lower numbers, which start earlier, so all terminate.
+half, and a program waits for its turn. It waits only for lower-numbered programs, which start earlier, so all
+terminate.
 
 Shape suffixes: R rows (keys) of a consumer, M queries of a tile, D columns of the head dimension, W columns of dQ that
 a consumer makes.

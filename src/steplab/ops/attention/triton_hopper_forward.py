@@ -6,7 +6,7 @@ Consumers return tiles that their rows do not see.
 
 A row's subtracted maximum need not be exact: it changes only for a score RAISE beyond. Up to 96 columns a row's four
 threads exchange maxima only after a vote of the warp. From 80 columns on the assembler waits for the second product
-before that branch, which no longer pays at 128.
+before that branch; at 128 the vote no longer pays.
 
 Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension; Q the four threads of
 a row, which have two of each 8 columns.

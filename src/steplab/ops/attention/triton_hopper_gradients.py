@@ -119,7 +119,7 @@ class SharedStorage:
 
     @gluon.jit
     def ds_of(self, i, consumer):
-        """The barrier of the consumer's dS of the i-th tile; before the first, any."""
+        """The barrier of the consumer's dS of the i-th tile; arbitrary before the first."""
         return self.ds_full.index(2 * (gl.maximum(i, 0) % 2) + consumer)
 
     @gluon.jit
@@ -169,7 +169,7 @@ def weigh(i, s_RM, dp_RM, smem, problem, first_key, first_query, MASKED: gl.cons
 def store_ds(i, ds, smem, M: gl.constexpr, CONSUMER: gl.constexpr):
     """Put dS where both consumers read it. The tensor cores read shared memory by another path than stores write it
     (PTX: the async proxy), so a fence must be between store and product, on either side of the barrier. The multiplying
-    consumer makes it after the barrier, so that the announcement does not wait for it."""
+    consumer fences after the barrier, so that the announcement need not wait."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     smem.ds_parts.index(i % 2).slice(CONSUMER * ROWS, ROWS, dim=0).store(unpack(ds, smem.kv.dtype, S))
 
@@ -239,6 +239,6 @@ def store_dq(i, dq_MW, smem, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.
 
 @gluon.jit
 def commit_dq(i, smem, CONSUMER: gl.constexpr):
-    """A tile before the first announces nothing."""
+    """Announce dQ of the i-th tile; before the first, nothing."""
     fence_async_shared()
     mbarrier.arrive(smem.dq_full.index(CONSUMER), pred=i >= 0)

@@ -221,8 +221,8 @@ def scores(a, b, layout: gl.constexpr, REST: gl.constexpr):
 
 @gluon.jit
 def in_registers(tile_RD, C: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
-    """A tile in parts as `scores` [R, C] read it from registers, packed; without a rest, the main part twice. A product
-    of 64 rows with both factors in shared memory uses most of its bandwidth."""
+    """A tile's parts in registers, packed as `scores` [R, C] reads them; without a rest, the main part twice. A product
+    of 64 rows with both factors in shared memory would use most of its bandwidth."""
     main, rest = in_parts(tile_RD, MAIN, REST)
     held = _held(main, C)
     return held, _held(rest, C) if REST > 0 else held

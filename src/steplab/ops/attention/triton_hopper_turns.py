@@ -216,7 +216,7 @@ def _last_products(i, weights, ds, sums, smem, MAIN: gl.constexpr, REST: gl.cons
 def rounds_of_a_turn(sums, smem, problem, first_key, rounds, CAUSAL: gl.constexpr, IN_A_ROW: gl.constexpr,
                      M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr,
                      FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """All rounds of each head from the first tile on, unmasked from first_whole to end_whole: the keys' gradients.
+    """All rounds of each head from the first tile on, unmasked from first_whole to end_whole; returns dK and dV.
 
     `problem`: factor of scores, numbers of queries and of keys. `rounds`: first query, step to the next tile's, first
     tile, first_whole, end_whole and number of tiles.

@@ -35,9 +35,9 @@ def heads_a_group(bytes_a_head: int, num_heads: int) -> int:
 def heads_in_a_row(bytes_a_head: int, sharing: int, num_programs: int, num_multiprocessors: int) -> int:
     """Return how many heads a program of the backward kernel takes one after the other: 1, or 2 that share keys.
 
-    Two halve the sums of dK and dV to pass on. But the L2 cache must hold both heads' sequences for some pairs, and
-    half of num_programs must still give each multiprocessor some. So the order of the sums, and their last bits, depend
-    on the batch and on the GPU.
+    Two pass on half as many sums of dK and dV. But the L2 cache must hold the sequences of some such pairs, and half
+    of num_programs must still give each multiprocessor some. So the order of the sums, and their last bits, depend on
+    the batch and on the GPU.
     """
     fit = 2 * bytes_a_head * PAIRS_TOGETHER <= CACHE_SHARE
     return 2 if sharing % 2 == 0 and fit and num_programs >= 2 * PROGRAMS_EACH * num_multiprocessors else 1
@@ -90,8 +90,8 @@ def task_table(
     num_programs: int,
     device: torch.device,
 ) -> Tensor:
-    """The programs' tasks, int32 [programs, 3 + 2 most tasks]: the number of tasks, the head and the first query of
-    each, and room to read one more.
+    """The programs' tasks, int32 [programs, 3 + 2 * most tasks]: the number of tasks, the head and the first query
+    of each, and room to read one more.
     """
     refuse_while_capturing(device)
     tasks = tasks_in_order(num_heads, num_queries, num_keys, rows=rows, tile=tile, together=together, causal=causal)

@@ -33,9 +33,9 @@ class Columns:
 
 @cache
 def columns(head_dim: int) -> Columns:
-    """The division of `head_dim` columns: in two if a half and less than another half hold them all.
+    """The division of `head_dim` columns: in two if three quarters of the next power of two hold them.
 
-    Only from 65 on: below, a half is narrower than the 128 bytes of shared memory's swizzle.
+    Only from 65 on: below, half of it is narrower than the 128 bytes of shared memory's swizzle.
     """
     box = max(16, power_of_two(head_dim))
     main = box // 2

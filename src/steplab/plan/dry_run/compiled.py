@@ -62,7 +62,7 @@ class CompiledTransformer:
     def backward(self, loss: Tensor) -> None:
         """Allocate the gradients of all parameters, and free saved tensors block by block.
 
-        They are overwritten where possible, and freed before a block's weight gradients exist in their own format.
+        Activations' gradients overwrite these where possible. A block's are freed before its weight gradients are cast.
         """
         m = self._machine
         m.start_products()
