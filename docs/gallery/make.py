@@ -167,7 +167,7 @@ _PICTURES = (
 _SHOWN: dict[str, dict[str, list[Any]]] = {
     "How long do forward and backward": {"context": [512]},
     "What changes without": {},
-    "What does bf16 save": {},
+    "What does bf16 save": {"context": [128, 512]},
     "How does the peak grow": {},
     "How long does plain attention": {"queries": [256, 16384]},
     "And over widths": {"queries": [128, 1024, 16384]},
