@@ -327,5 +327,5 @@ def test_the_document_has_softmax_below_the_ridge_and_the_product_above() -> Non
     assert softmax is not None
     assert sure(softmax.flops) / softmax.moved_bytes == 5 / 8 < ridge < product.flops / product.moved_bytes
     told = " ".join(DOCUMENT.split())
-    assert f"5 FLOPs for 8 bytes, the product {product.flops / product.moved_bytes:.0f} for each" in told
+    assert f"0.6 FLOPs a byte, the product {product.flops / product.moved_bytes:.0f}" in told
     assert f"the ridge of an H200 in fp32 is at {ridge:.0f}" in told

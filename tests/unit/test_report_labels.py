@@ -61,7 +61,7 @@ def test_equal_runs_are_called_by_their_names_and_those_of_one_name_by_their_ids
         "context 64 · after (id64-1)",
         "context 64 · after (id64-2)",
         "context 64 · run 4",
-        f"context 64 · a b{7 * 'c'}…{21 * 'c'}",
+        f"context 64 · a b{12 * 'c'}…{16 * 'c'}",
     ]
     (series,) = (list(lines) for lines in sure(over_size(cells_of(runs)))[1].values())
     assert series[:4] == ["before", "run 2 (after)", "run 3 (after)", "run 4"], "a series is named after its runs"

@@ -274,9 +274,7 @@ def _cautions(run: DdpRun) -> Iterator[str]:
             "communication there includes these waits."
         )
     if vague := [cell.contender.label for cell in figures.timed(run) if figures.is_vague(cell)]:
-        yield (
-            f"Warning: doubtful, with an interval wider than half of what the messages take alone: {', '.join(vague)}."
-        )
+        yield (f"Warning: doubtful, with intervals wider than half the messages' time alone: {', '.join(vague)}.")
     if apart := [cell.contender.label for cell in run.cells if (cell.deviation or 0.0) > _APART]:
         yield (
             f"Warning: parameters differ from one process's: {', '.join(apart)}. Wrong gradients or updates do that, "

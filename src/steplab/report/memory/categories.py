@@ -8,7 +8,7 @@ _ORDER = tuple(dict.fromkeys((*MEMORY_CATEGORIES[:-1], *UNNAMED_CATEGORIES)))
 _WORDS = {
     "optimizer_state": "optimizer state",
     "autocast_copies": "autocast copies",
-    "rounding": "allocator rounding",
+    "rounding": "block rounding",
     "before": "allocated before the history",
     "during": "allocated during the history",
 }
