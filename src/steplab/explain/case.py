@@ -74,7 +74,7 @@ class Case:
         return self.per_step(sum(op.device_s for op in ops))
 
     def profiled_wait_s(self, phases: Iterable[PhaseTime] | None = None) -> float:
-        """Seconds per profiled step in which the next kernel was not launched yet, by default of all phases."""
+        """Seconds per profiled step while the next kernel was not launched yet, by default of all phases."""
         phases = self.profile.phases if phases is None else phases
         return self.per_step(sum(phase.host_bound_s for phase in phases))
 

@@ -36,7 +36,7 @@ _MARGIN = 1.5
 """Factor on Python's measured launch time, because the next launch may take longer."""
 _LEAST_FLUSH_BYTES = 256 * MIB
 MOST_FLUSHES = 40
-"""Most cache flushes before a call; they take milliseconds, in which Python launches hundreds of kernels."""
+"""Most cache flushes before a call; they take milliseconds, while Python launches hundreds of kernels."""
 _FLUSHES_TIMED = 20
 _LEAST_WARMUP_CALLS = 3
 

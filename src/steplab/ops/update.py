@@ -169,7 +169,7 @@ class UpdateInBackward:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which backward passes add to gradients, without updates."""
+        """Context where backward passes add to gradients, without updates."""
         before, self._active = self._active, False
         try:
             yield

@@ -1,4 +1,4 @@
-"""Takes a CPU's pace, Python's time per kernel, from a measured step in which the GPU waited for Python.
+"""Takes a CPU's pace, Python's time per kernel, from a measured step where the GPU waited for Python.
 
 It predicts other steps on that machine best: CPUs differ by a factor of two and more, and shared ones are slower still.
 """
@@ -20,7 +20,7 @@ _LAUNCHED_BY_THE_MODEL = ("forward", "backward")
 def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
     """The GPU's rates with the CPU's pace in a measured step; unchanged if the GPU never waited for Python.
 
-    The pace is measured seconds over predicted kernels, the median over phases in which the GPU waited. Launchers with
+    The pace is measured seconds over predicted kernels, the median over phases where the GPU waited. Launchers with
     more Python per kernel, such as torch.compile, are scaled alike. Steps of several processes are ignored, because
     their phases include waits for each other. Raises Unsupported for an unpredictable step.
     """

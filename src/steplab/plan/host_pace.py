@@ -1,4 +1,4 @@
-"""Finds the phases of measured steps in which the GPU waited for Python, and Python's time per kernel in them."""
+"""Finds the phases of measured steps where the GPU waited for Python, and Python's time per kernel in them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
 
 
 def host_paces(cells: Sequence[PhaseCell]) -> dict[Machine, float]:
-    """Python's seconds per kernel on each machine: the median over phases in which the GPU waited."""
+    """Python's seconds per kernel on each machine: the median over phases where the GPU waited."""
     found: dict[Machine, list[float]] = defaultdict(list)
     for cell in cells:
         if cell.measured_s > _WAITED * cell.device_s and not cell.replayed:

@@ -19,7 +19,7 @@ class AxisTraffic:
     """all_reduce, all_gather, reduce_scatter or send_recv."""
     carries: str = ""
     phase: str
-    """Phase in which they are sent: forward, backward, after backward, or optimizer."""
+    """Phase when they are sent: forward, backward, after backward, or optimizer."""
     ranks: int
     link: str
     """Slowest link that they cross, such as 'NVLink 4'."""
@@ -47,7 +47,7 @@ class LayoutTime:
     compute_s: float
     """Kernel seconds of forward and backward, without communication."""
     waiting_s: float
-    """Seconds of forward and backward in which the device waits for launches."""
+    """Seconds of forward and backward while the device waits for launches."""
     optimizer_s: float
     copies_s: float
     """Seconds of copying into and out of message buffers."""

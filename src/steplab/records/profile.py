@@ -94,9 +94,9 @@ class PhaseTime:
     """Seconds of the phase on the device: busy_s + host_bound_s + idle_s."""
     busy_s: float
     host_bound_s: float
-    """Idle seconds in which the host had not yet launched the next kernel."""
+    """Idle seconds while the host had not yet launched the next kernel."""
     idle_s: float
-    """Idle seconds in which the next kernel had been launched but not started."""
+    """Idle seconds while the next kernel had been launched but not started."""
     categories: dict[Category, float]
     """Busy seconds by category; overlapping kernels share their common time equally."""
     host_s: float | None = None

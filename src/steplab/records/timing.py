@@ -56,7 +56,7 @@ class Energy:
     seconds: Annotated[float, msgspec.Meta(gt=0)]
     num_steps: Positive
     limited_s: float | None = None
-    """Seconds in which the power limit lowered the clock; None: not reported."""
+    """Seconds while the power limit lowered the clock; None: not reported."""
 
     @property
     def per_step_j(self) -> float:
@@ -179,7 +179,7 @@ class Turn:
     steps: int
     """Measured steps; they follow those of earlier turns in `timing.back_to_back`."""
     lead_in_s: tuple[float, ...] = ()
-    """Seconds of the uncounted steps before, in which caches and clocks settle."""
+    """Seconds of the uncounted steps before, while caches and clocks settle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

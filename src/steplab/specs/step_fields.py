@@ -67,7 +67,7 @@ class Declared:
     unit: str = ""
     """Unit of a number, shown after it in tables."""
     quiet: bool = False
-    """True to omit the default from descriptions, and from tables in which all rows have it."""
+    """True to omit the default from descriptions, and from tables where all rows have it."""
     rank: int = 0
     """A narrow terminal drops columns of the highest ranks first, and never 0."""
     role: Literal["size", "what", "how", "device"] = "what"
