@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, median, stdev
 
 from steplab import stats
@@ -94,11 +95,11 @@ def of_starts(ratios: Sequence[Ratio]) -> Ratio:
     between = _STUDENT[min(len(ratios), len(_STUDENT) + 1)] * stdev(logs) / math.sqrt(len(ratios))
     whole = chained(ratios)
     within = [math.log(end / whole.ratio) / len(ratios) for end in (whole.low, whole.high) if end]
-    threshold, ratio = max(each.threshold for each in ratios), math.exp(fmean(logs))
-    low, high = (None, None)
+    ratio, low, high = math.exp(fmean(logs)), None, None
     if within:
         low, high = ratio * math.exp(min(within[0], -between)), ratio * math.exp(max(within[-1], between))
-    return Ratio(
+    return replace(
+        whole,
         a=median(each.a for each in ratios),
         b=median(each.b for each in ratios),
         num_a=sum(each.num_a for each in ratios),
@@ -106,9 +107,7 @@ def of_starts(ratios: Sequence[Ratio]) -> Ratio:
         ratio=ratio,
         low=low,
         high=high,
-        p=None,
-        threshold=threshold,
-        decision=by_interval(low, high, threshold),
+        decision=by_interval(low, high, whole.threshold),
     )
 
 

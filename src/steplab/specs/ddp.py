@@ -52,16 +52,7 @@ BYTES_PER_MB = 1e6
 STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)
 SMALL_BUCKETS_MB = (0.1, 1.0, 10.0)
 """Default bucket sizes for the tiny model with 3 MB of gradients."""
-_WORDS = {
-    "none": "no communication",
-    "naive": "naive",
-    "flat": "flat",
-    "overlap": "overlap",
-    "bucketed": "bucketed",
-    "torch_ddp": "torch DDP",
-    "sharded": "sharded",
-    "fsdp2": "FSDP2",
-}
+_WORDS = dict(zip(KINDS, KINDS, strict=True)) | {"none": "no communication", "torch_ddp": "torch DDP", "fsdp2": "FSDP2"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,19 +6,14 @@ from typing import Literal
 
 from steplab.errors import Unsupported, UserError
 from steplab.ops.triton_places import FP8_MULTIPLE
+from steplab.specs import step_choices as choices
 from steplab.specs.model import SIZE_FIELDS
-from steplab.specs.step_choices import (
-    FP8,
-    IN_FLIGHT,
-    KEEPS_MASTERS,
-    OVERLAPPED,
-    RECORD_THEIR_OWN,
-    WITH_MASTERS,
-    StepChoices,
-)
 from steplab.specs.step_fields import StepField, check_declared, declared_fields
 
-AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", **dict.fromkeys(WITH_MASTERS, "bf16")}
+AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {
+    "fp16": "fp16",
+    **dict.fromkeys(("bf16", *choices.WITH_MASTERS), "bf16"),
+}
 """Number format of autocast, for the precisions that use it."""
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
 """Pipeline stages per rank, by schedule."""
@@ -28,7 +23,7 @@ _AFTER = "or --update after"
 _PLAIN = "or --block-ops plain"
 
 
-def refuse_unserved_layout(spec: StepChoices) -> None:
+def refuse_unserved_layout(spec: choices.StepChoices) -> None:
     """Raise Unsupported if the step cannot be split along fsdp, tp or pp; every step supports dp."""
     layout, model = spec.layout, spec.model
     what, only_dp = f"layout {layout}", f"use dp={layout.world_size}"
@@ -48,7 +43,7 @@ def refuse_unserved_layout(spec: StepChoices) -> None:
     if spec.precision == "fp16":
         why = "its gradient scaler would need all ranks to agree on an overflow"
         raise Unsupported(f"precision fp16 with {what}", why, f"use --precision bf16, or {only_dp}")
-    if spec.compile in RECORD_THEIR_OWN:
+    if spec.compile in choices.RECORD_THEIR_OWN:
         why = "a recorded CUDA graph cannot follow parameters that are gathered and freed during the step"
         raise Unsupported(f"compile {spec.compile} with {what}", why, "use default or max-autotune-no-cudagraphs")
     if spec.loss != "plain" and (layout.tp > 1 or layout.pp > 1):
@@ -66,7 +61,7 @@ def refuse_unserved_layout(spec: StepChoices) -> None:
         )
 
 
-def refuse_uneven_split(spec: StepChoices) -> None:
+def refuse_uneven_split(spec: choices.StepChoices) -> None:
     """Raise UserError, with valid sizes, if tp divides the model unevenly. Raise Unsupported for merged projections."""
     layout, shape = spec.layout, spec.model.shape
     if layout.tp == 1 or shape is None:
@@ -93,7 +88,7 @@ def refuse_uneven_split(spec: StepChoices) -> None:
             raise UserError(f"tp={tp} does not divide the {what}; valid for tp: {valid}")
 
 
-def refuse_uneven_pipeline(spec: StepChoices) -> None:
+def refuse_uneven_pipeline(spec: choices.StepChoices) -> None:
     pp, schedule, shape = spec.layout.pp, spec.pipeline_schedule, spec.model.shape
     if pp == 1:
         return
@@ -124,11 +119,11 @@ def refuse_stages_without_blocks(pp: int, schedule: str, num_layers: int) -> Non
         )
 
 
-def refuse_unrecorded_step(spec: StepChoices) -> None:
+def refuse_unrecorded_step(spec: choices.StepChoices) -> None:
     if spec.cuda_graph != "step":
         return
     refuse_unserved_graph(spec.device)
-    if spec.compile in RECORD_THEIR_OWN:
+    if spec.compile in choices.RECORD_THEIR_OWN:
         why = "that mode records its own CUDA graphs"
         raise Unsupported(
             f"cuda_graph step with compile {spec.compile}", why, f"use --compile block, default or off, {_OFF}"
@@ -141,9 +136,9 @@ def refuse_unrecorded_step(spec: StepChoices) -> None:
         raise Unsupported(f"cuda_graph step with {spec.layout.world_size} processes", why, f"use one process, {_OFF}")
 
 
-def refuse_unserved_update(spec: StepChoices) -> None:
+def refuse_unserved_update(spec: choices.StepChoices) -> None:
     """Raise Unsupported for an overlapped update if it needs all gradients first, or all arrive at once."""
-    if spec.update != OVERLAPPED or spec.pass_name != "train":
+    if spec.update != choices.OVERLAPPED or spec.pass_name != "train":
         return
     what, layout = "update overlapped with", spec.layout
     if spec.precision == "fp16":
@@ -152,7 +147,7 @@ def refuse_unserved_update(spec: StepChoices) -> None:
     if layout.world_size > layout.dp:
         why = "torch's engines finish all gradients at the end"
         raise Unsupported(f"{what} layout {layout}", why, f"use dp={layout.world_size}, {_AFTER}")
-    if layout.dp > 1 and spec.data_parallel not in IN_FLIGHT:
+    if layout.dp > 1 and spec.data_parallel not in choices.IN_FLIGHT:
         why = "it sends all gradients after the backward pass"
         raise Unsupported(f"{what} data_parallel {spec.data_parallel}", why, f"use --data-parallel bucketed, {_AFTER}")
     if layout.world_size == 1 and spec.compile not in ("off", "block"):
@@ -160,7 +155,7 @@ def refuse_unserved_update(spec: StepChoices) -> None:
         raise Unsupported(f"{what} compile {spec.compile}", why, f"use --compile block, {_AFTER}")
 
 
-def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
+def refuse_unserved_triton_optimizer(spec: choices.StepChoices) -> None:
     layout = spec.layout
     if spec.optimizer != "adamw_triton" or spec.pass_name != "train":
         return
@@ -173,9 +168,9 @@ def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
         raise Unsupported(f"optimizer adamw_triton with layout {layout}", why, "use adamw_fused")
 
 
-def refuse_unserved_masters(spec: StepChoices) -> None:
+def refuse_unserved_masters(spec: choices.StepChoices) -> None:
     """Raise Unsupported if bf16 weights would train differently from autocast, or have no masters."""
-    if spec.precision not in WITH_MASTERS:
+    if spec.precision not in choices.WITH_MASTERS:
         return
     layout, micro_steps = spec.layout, spec.micro_steps
     what, instead = f"precision {spec.precision}", "use --precision bf16"
@@ -184,13 +179,13 @@ def refuse_unserved_masters(spec: StepChoices) -> None:
     if micro_steps > 1:
         why = "gradients of micro-steps would be added up in bf16"
         raise Unsupported(f"{what} with accumulation {micro_steps}", why, f"{instead}, or a larger --batch")
-    if spec.optimizer != KEEPS_MASTERS and spec.pass_name == "train":
+    if spec.optimizer != choices.KEEPS_MASTERS and spec.pass_name == "train":
         why = "the optimizer has to keep fp32 masters of the weights"
-        raise Unsupported(f"{what} with optimizer {spec.optimizer}", why, f"use --optimizer {KEEPS_MASTERS}")
+        raise Unsupported(f"{what} with optimizer {spec.optimizer}", why, f"use --optimizer {choices.KEEPS_MASTERS}")
 
 
-def refuse_unserved_fp8(spec: StepChoices) -> None:
-    if spec.precision not in FP8:
+def refuse_unserved_fp8(spec: choices.StepChoices) -> None:
+    if spec.precision not in choices.FP8:
         return
     what, shape = f"precision {spec.precision} for {spec.model.label}", spec.model.shape
     if spec.precision == "fp8" and (shape is None or not shape.num_heads):
@@ -210,7 +205,7 @@ def refuse_unserved_fp8(spec: StepChoices) -> None:
             raise Unsupported(what, why, "use --precision bf16")
 
 
-def refuse_unserved_block_ops(spec: StepChoices) -> None:
+def refuse_unserved_block_ops(spec: choices.StepChoices) -> None:
     """Raise Unsupported unless all three Triton kernels can run; a mixture would be measured under a wrong name."""
     if spec.block_ops != "triton":
         return
@@ -246,7 +241,7 @@ _REFUSALS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepSpec(StepChoices):
+class StepSpec(choices.StepChoices):
     """Everything that determines a training step and its measurement."""
 
     def __post_init__(self) -> None:
