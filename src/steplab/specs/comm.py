@@ -187,10 +187,8 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
     sizes = [parse_bytes(text) for text in texts.get("size", ())]
     cells: list[CommSpec] = []
 
-    def fits(fields: Mapping[str, Any]) -> bool:
-        return bool(sizes) or fields["size_bytes"] >= _least_bytes(
-            fields["world_size"]
-        )  # skips sizes that were not requested
+    def fits(fields: Mapping[str, Any]) -> bool:  # skips sizes that were not requested
+        return bool(sizes) or fields["size_bytes"] >= _least_bytes(fields["world_size"])
 
     for backend in texts.get("backend") or ["nccl" if on_gpus else "gloo"]:
         for device in _devices_of(backend, texts.get("device")):

@@ -50,15 +50,12 @@ def refuse_unserved_layout(spec: choices.StepChoices) -> None:
         why = "tp splits the vocabulary over ranks, and a pipeline computes the loss from the logits of its last stage"
         raise Unsupported(f"loss {spec.loss} with {what}", why, "use --loss plain, or a layout of dp and fsdp")
     if layout.pp > 1 and spec.pass_name == "forward":
-        raise Unsupported(
-            f"pass forward with {what}", "a pipeline runs forward and backward passes in turn", "use forward_backward"
-        )
+        why = "a pipeline runs forward and backward passes in turn"
+        raise Unsupported(f"pass forward with {what}", why, "use forward_backward")
     if layout.pp > 1 and spec.accumulation > 1:
-        raise Unsupported(
-            f"accumulation {spec.accumulation} with {what}",
-            "the microbatches of a pipeline accumulate gradients already",
-            f"leave it out, and use --batch and --microbatches {spec.accumulation} times as large",
-        )
+        why = "the microbatches of a pipeline accumulate gradients already"
+        fix = f"leave it out, and use --batch and --microbatches {spec.accumulation} times as large"
+        raise Unsupported(f"accumulation {spec.accumulation} with {what}", why, fix)
 
 
 def refuse_uneven_split(spec: choices.StepChoices) -> None:
@@ -67,11 +64,8 @@ def refuse_uneven_split(spec: choices.StepChoices) -> None:
     if layout.tp == 1 or shape is None:
         return
     if shape.projections == "merged":
-        raise Unsupported(
-            f"layout {layout} with merged projections",
-            "tp splits queries, keys and values each by its heads",
-            "use --model.projections separate",
-        )
+        why = "tp splits queries, keys and values each by its heads"
+        raise Unsupported(f"layout {layout} with merged projections", why, "use --model.projections separate")
     split = {
         f"{shape.num_heads} heads": shape.num_heads,
         **({f"{shape.kv_heads} heads of keys and values": shape.kv_heads} if shape.num_kv_heads else {}),
@@ -82,10 +76,8 @@ def refuse_uneven_split(spec: choices.StepChoices) -> None:
     tp, common = layout.tp, gcd(*split.values())
     for what, size in split.items():
         if size % tp:
-            valid = ", ".join(
-                str(divisor) for divisor in range(1, min(common, _LARGEST_SHOWN) + 1) if common % divisor == 0
-            )
-            raise UserError(f"tp={tp} does not divide the {what}; valid for tp: {valid}")
+            divisors = [number for number in range(1, min(common, _LARGEST_SHOWN) + 1) if common % number == 0]
+            raise UserError(f"tp={tp} does not divide the {what}; valid for tp: {', '.join(map(str, divisors))}")
 
 
 def refuse_uneven_pipeline(spec: choices.StepChoices) -> None:
@@ -160,9 +152,8 @@ def refuse_unserved_triton_optimizer(spec: choices.StepChoices) -> None:
     if spec.optimizer != "adamw_triton" or spec.pass_name != "train":
         return
     if spec.precision == "bf16_pure":
-        raise Unsupported(
-            "optimizer adamw_triton with precision bf16_pure", "its kernel is for float32", "use adamw_fused"
-        )
+        what = "optimizer adamw_triton with precision bf16_pure"
+        raise Unsupported(what, "its kernel is for float32", "use adamw_fused")
     if layout.world_size > layout.dp:
         why = "its kernel takes whole tensors, and parameters are parts of tensors there"
         raise Unsupported(f"optimizer adamw_triton with layout {layout}", why, "use adamw_fused")

@@ -96,16 +96,8 @@ class View:
         return target
 
 
-Shown = (
-    Record
-    | Findings
-    | Comparison
-    | tuple[Series, ...]
-    | PlannedStep
-    | MemoryPrediction
-    | StepTimePrediction
-    | LayoutPlan
-)
+Planned = PlannedStep | MemoryPrediction | StepTimePrediction | LayoutPlan
+Shown = Record | Findings | Comparison | tuple[Series, ...] | Planned
 
 
 def show(shown: Shown | str = "last", *, store: Path | str | None = None) -> View:
