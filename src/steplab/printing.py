@@ -29,10 +29,13 @@ _COLORED = re.compile(f"(\x1b\\[(?:0|1|2|31|32|36)m)|{_SEQUENCE.pattern}|{_CONTR
 
 
 def leaving(text: str, format: str, *, colored: bool = False) -> str:
-    """`text` safe to print in this output format. `colored` keeps steplab's own colour sequences."""
+    """`text` safe to print in this output format: in JSON, control characters become JSON escapes. `colored` keeps the
+    escape sequences of steplab's colours, bold and dim."""
     if format in _JSON:
-        return plain_json(text)
-    return plain_with_colors(text) if colored else plain(text)
+        return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    if colored:
+        return _COLORED.sub(lambda found: found[1] or (_written(found) if len(found[0]) == 1 else ""), text)
+    return plain(text)
 
 
 def remark(text: str) -> str:
@@ -66,16 +69,6 @@ def plain(text: str) -> str:
     if text.isprintable():
         return text
     return _CONTROL.sub(_written, _SEQUENCE.sub("", text))
-
-
-def plain_with_colors(text: str) -> str:
-    """As `plain`, but keeps the escape sequences of steplab's colours, bold and dim."""
-    return _COLORED.sub(lambda found: found[1] or (_written(found) if len(found[0]) == 1 else ""), text)
-
-
-def plain_json(text: str) -> str:
-    """A JSON text with its control characters written as JSON escapes."""
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def approximated(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -6,6 +6,8 @@ Memory is shown in binary units (GiB), bandwidth and messages in decimal ones (G
 
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from math import inf
+from typing import TypeVar
 
 from steplab.errors import UserError
 
@@ -18,6 +20,7 @@ _SIZES = {name.lower(): scale for name, scale in _BINARY} | {
     f"{prefix.lower()}b": int(scale) for prefix, scale in _DECIMAL
 }
 _LARGEST_SIZE = 2**63
+_SIZE = "a size; write it as 4096, 10kB, 1MB or 1MiB"
 _TIME = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _ONE_DECIMAL_FROM = 0.001  # least share with one decimal of its percentage
 _SMALLEST_SHARE = 1e-6  # share below which all digits are zeros
@@ -115,18 +118,12 @@ def format_share(share: float) -> str:
 
 def parse_duration(text: str) -> float:
     """Seconds from '90', '90s', '5min' or '2h'. Raises UserError for other texts."""
-    seconds = float(_number(text, _TIME_SUFFIXES))
-    if not 0 < seconds < float("inf"):
-        raise UserError(f"'{text}' is not a duration; write it as 90s, 5min or 2h")
-    return seconds
+    return _within(float(_number(text, _TIME_SUFFIXES)), inf, text, "a duration; write it as 90s, 5min or 2h")
 
 
 def parse_share(text: str) -> float:
     """A share between 0 and 1 from '3%', '3 %' or '0.03'. Raises UserError for other texts."""
-    share = float(_number(text, {"%": "0.01"}))
-    if not 0 < share < 1:
-        raise UserError(f"'{text}' is not a share between 0 and 1; write it as 3% or 0.03")
-    return share
+    return _within(float(_number(text, {"%": "0.01"})), 1, text, "a share between 0 and 1; write it as 3% or 0.03")
 
 
 def parse_count(text: str) -> float:
@@ -134,29 +131,29 @@ def parse_count(text: str) -> float:
     texts.
     """
     count = float(_number(text.upper(), _COUNT_SUFFIXES))
-    if not 0 < count < float("inf"):
-        raise UserError(f"'{text}' is not a number of tokens; write it as 300B, 15T or 1.5e12")
-    return count
+    return _within(count, inf, text, "a number of tokens; write it as 300B, 15T or 1.5e12")
 
 
 def parse_bytes(text: str) -> int:
     """Bytes from '4096', '10kB', '1 MB' (decimal) or '1MiB' (binary). Raises UserError for other texts."""
     size_bytes = parse_size(text)
     if size_bytes != int(size_bytes):
-        raise _no_size(text)
+        raise UserError(f"'{text}' is not {_SIZE}")
     return int(size_bytes)
 
 
 def parse_size(text: str) -> Decimal:
     """As parse_bytes, but the bytes need not be a whole number: 12.3GiB."""
-    size_bytes = _number(text.lower(), _SIZES)
-    if not 0 < size_bytes < _LARGEST_SIZE:
-        raise _no_size(text)
-    return size_bytes
+    return _within(_number(text.lower(), _SIZES), _LARGEST_SIZE, text, _SIZE)
 
 
-def _no_size(text: str) -> UserError:
-    return UserError(f"'{text}' is not a size; write it as 4096, 10kB, 1MB or 1MiB")
+_Number = TypeVar("_Number", float, Decimal)
+
+
+def _within(number: _Number, below: float, text: str, what: str) -> _Number:
+    if not 0 < number < below:
+        raise UserError(f"'{text}' is not {what}")
+    return number
 
 
 def _number(text: str, suffixes: Mapping[str, int | str]) -> Decimal:

@@ -6,7 +6,7 @@ import lzma
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 from steplab.limits import LimitReached
 from steplab.units import MIB, format_bytes
@@ -52,8 +52,9 @@ class Unpacked(io.RawIOBase):
             head += more  # pipes may give less
         self._input = head
         self._num_in += len(head)
-        self._packing = next((known for known in (_Gzip, _Xz) if head.startswith(known.magic)), None)
-        self._member: _Member | None = None
+        self._magic = next((magic for magic in _PACKINGS if head.startswith(magic)), b"")
+        self._member: Any = None
+        """Decompressor of one stream, of which a file may have several."""
         self._ended = False
 
     def readable(self) -> bool:
@@ -62,7 +63,7 @@ class Unpacked(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         """Fill `buffer` from the left; returns the bytes read, 0 only at the end."""
         view = memoryview(buffer).cast("B")
-        count = self._copy(view) if self._packing is None else self._unpack(view)
+        count = self._copy(view) if not self._magic else self._unpack(view)
         self._num_out += count
         if self._most_bytes is not None and self._num_out > self._most_bytes:
             raise LimitReached(f"it has more than {format_bytes(self._most_bytes)}")
@@ -87,29 +88,28 @@ class Unpacked(io.RawIOBase):
         return filled
 
     def _some(self, most: int) -> bytes:
-        assert self._packing is not None
+        name, decompressor = _PACKINGS[self._magic]
         if self._member is None or self._member.eof:
             # Another member or padding follows a member; the rest is ignored.
-            rest = self._member.rest if self._member else self._input
+            rest = self._member.unused_data if self._member else self._input
             self._input = (rest or self._more()).lstrip(b"\0")
-            if not self._input.startswith(self._packing.magic[: len(self._input) or 1]):
+            if not self._input.startswith(self._magic[: len(self._input) or 1]):
                 self._ended = True
                 return b""
-            self._member = self._packing()
-        member, name = self._member, self._packing.name
-        if not self._input and member.needs_input:
+            self._member = decompressor()
+        if not self._input and self._member.needs_input:
             self._input = self._more()
             if not self._input:
                 self._end(f"the {name} stream ends early")
                 return b""
         try:
-            data, self._input = member.unpack(self._input, most)
+            data, self._input = self._member.decompress(self._input, most), b""
         except (lzma.LZMAError, zlib.error, EOFError) as error:
             is_huge = "emory" in str(error)
             why = f"takes more than {format_bytes(_UNPACKER_BYTES)} to unpack" if is_huge else f"is damaged ({error})"
             self._end(f"the {name} stream {why}")
             return b""
-        return data
+        return bytes(data)
 
     def _more(self) -> bytes:
         data = self._file.read(_INPUT_BYTES)
@@ -138,50 +138,25 @@ def small_file(path: Path) -> bytes:
     return content
 
 
-class _Member:
-    """One compressed stream of a file."""
-
-    name: ClassVar[str]
-    magic: ClassVar[bytes]
-    _stream: Any
-
-    @property
-    def eof(self) -> bool:
-        return bool(self._stream.eof)
-
-    @property
-    def rest(self) -> bytes:
-        """Input after the end of the compressed stream."""
-        return bytes(self._stream.unused_data)
-
-    @property
-    def needs_input(self) -> bool:
-        return True
-
-    def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
-        """At most `most` decompressed bytes, and the input not yet used."""
-        raise NotImplementedError
-
-
-class _Gzip(_Member):
-    name, magic = "gzip", GZIP_MAGIC
+class _Gzip:
+    """A gzip stream with the interface of LZMADecompressor, which keeps the input beyond `max_length` itself."""
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj(wbits=31)  # its window is 32 KiB
 
-    def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
-        return self._stream.decompress(data, most), self._stream.unconsumed_tail
-
-
-class _Xz(_Member):
-    name, magic = "xz", XZ_MAGIC
-
-    def __init__(self) -> None:
-        self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_UNPACKER_BYTES)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # eof, unused_data
 
     @property
     def needs_input(self) -> bool:
-        return bool(self._stream.needs_input)
+        return not self._stream.unconsumed_tail
 
-    def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
-        return self._stream.decompress(data, most), b""  # it keeps the remaining input
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        return self._stream.decompress(self._stream.unconsumed_tail + data, max_length)
+
+
+_PACKINGS: dict[bytes, tuple[str, Callable[[], Any]]] = {
+    GZIP_MAGIC: ("gzip", _Gzip),
+    XZ_MAGIC: ("xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_UNPACKER_BYTES)),
+}
+"""Name and decompressor of a format, by a file's first bytes."""

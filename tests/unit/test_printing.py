@@ -11,7 +11,7 @@ from tests.unit.test_report_sections import EXAMPLES
 
 from steplab.cli import output
 from steplab.errors import SteplabError
-from steplab.printing import plain, plain_json, plain_with_colors, remark
+from steplab.printing import leaving, plain, remark
 from steplab.records.codec import decode, encode
 from steplab.records.record import Record
 from steplab.records.validation import check, cleaned
@@ -28,11 +28,13 @@ def test_the_functions() -> None:
     assert plain("\x1b]0;title\x07x\x9d0;title\x9cy\x9b1mz") == "xyz"
     assert plain("\x1bc\x07\r\x7f\x85\u202e\u2028\ud800") == r"\x1bc\x07\x0d\x7f\x85\u202e\u2028\ud800"
     assert plain("µ – 漢字 é") == "µ – 漢字 é"
-    assert plain_with_colors("\x1b[1mbold\x1b[0m \x1b[32mgreen\x1b[0m") == "\x1b[1mbold\x1b[0m \x1b[32mgreen\x1b[0m"
-    assert plain_with_colors("\x1b[2J\x1b[31;5mx\x1b[1000C\x9b0m\x1b]8;;http://a\x07y\r") == r"xy\x0d"
-    assert json.loads(plain_json(json.dumps({"a": HOSTILE}, ensure_ascii=False))) == {"a": HOSTILE}
-    for clean in (plain, plain_json):
-        assert steering(clean(HOSTILE)) is None
+    colored = "\x1b[1mbold\x1b[0m \x1b[32mgreen\x1b[0m"
+    assert leaving(colored, "table", colored=True) == colored
+    hostile = "\x1b[2J\x1b[31;5mx\x1b[1000C\x9b0m\x1b]8;;http://a\x07y\r"
+    assert leaving(hostile, "table", colored=True) == r"xy\x0d"
+    assert json.loads(leaving(json.dumps({"a": HOSTILE}, ensure_ascii=False), "json")) == {"a": HOSTILE}
+    for kind in ("table", "json"):
+        assert steering(leaving(HOSTILE, kind)) is None
 
 
 def test_a_text_of_beginnings_alone_is_read_once() -> None:

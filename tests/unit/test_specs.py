@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import pytest
@@ -85,7 +84,7 @@ def undocumented(tree: ast.Module) -> Iterator[str]:
         if not ast.get_docstring(cls):
             yield cls.name
         for statement, below in zip(cls.body, [*cls.body[1:], None], strict=True):
-            if not isinstance(statement, ast.AnnAssign) or "Declared(" in ast.unparse(statement.annotation):
+            if not isinstance(statement, ast.AnnAssign) or "Declared(" in ast.unparse(statement):
                 continue  # what is declared has a help text, which serves as its docstring
             if not (
                 isinstance(below, ast.Expr)
@@ -525,7 +524,7 @@ def test_a_field_says_the_same_on_the_command_line_in_a_study_and_in_a_record(fi
 def test_a_field_with_its_default_leaves_a_key_as_it_is() -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Longer(StepSpec):
-        invented: Annotated[float, Declared(help="Largest norm of the gradients")] = 0.0
+        invented: float = Declared(help="Largest norm of the gradients").field(0.0)
 
     spec = resolve_step({"context": 64})
     values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
@@ -538,7 +537,7 @@ def test_what_is_not_declared_is_refused_with_what_to_write() -> None:
     class Forgetful:
         invented: float = 0.0
 
-    with pytest.raises(TypeError, match=r"Forgetful.invented is not declared: write Annotated"):
+    with pytest.raises(TypeError, match=r"Forgetful.invented is not declared: write Declared"):
         declared_fields(Forgetful)
 
 

@@ -14,17 +14,7 @@ from typing import TypeVar
 from steplab.comparison.samples import FEWEST, compare_samples, compare_values
 from steplab.comparison.turns import of_starts, ratio_in_turns, start_margin, took_turns
 from steplab.errors import Inconclusive, UserError, meant
-from steplab.records.comparison import (
-    ComparedFigure,
-    Comparison,
-    KernelChange,
-    KernelCount,
-    MemoryChange,
-    Ratio,
-    Side,
-    TensorBytes,
-    Unlike,
-)
+from steplab.records import comparison as result
 from steplab.records.disturbances import disturbances
 from steplab.records.environment import Environment
 from steplab.records.figure import MeasuredCell, MeasuredFigure
@@ -68,10 +58,12 @@ def _flash_triton(env: Environment | None) -> Row:
     return {"flash_triton kernels": env.flash_triton or ("hopper" if had_hopper else "portable")}
 
 
-def unlike(a: Mapping[str, Scalar], b: Mapping[str, Scalar], allowed: Collection[str] = ()) -> tuple[Unlike, ...]:
+def unlike(
+    a: Mapping[str, Scalar], b: Mapping[str, Scalar], allowed: Collection[str] = ()
+) -> tuple[result.Unlike, ...]:
     names = dict.fromkeys((*a, *b))
     return tuple(
-        Unlike(field=name, a=a.get(name), b=b.get(name))
+        result.Unlike(field=name, a=a.get(name), b=b.get(name))
         for name in names
         if name not in allowed and a.get(name) != b.get(name)
     )
@@ -86,13 +78,13 @@ _Part = tuple[str, str, str]
 """Phase, range and category of kernels; either range or category is empty."""
 
 
-def _kernel_changes(a: Profile, b: Profile, cell: str) -> tuple[KernelChange, ...]:
+def _kernel_changes(a: Profile, b: Profile, cell: str) -> tuple[result.KernelChange, ...]:
     """Differences of GPU time by phase and range, largest first; by kernel category if a profile lacks ranges."""
     by_range = all(any(kernel.range for kernel in profile.kernels) for profile in (a, b))
     before, after = _parts(a, by_range=by_range), _parts(b, by_range=by_range)
     least_s = _NOTICEABLE_TIME * a.busy_s / a.num_steps
     found = [
-        KernelChange(
+        result.KernelChange(
             cell=cell,
             phase=phase,
             range=range_,
@@ -106,7 +98,7 @@ def _kernel_changes(a: Profile, b: Profile, cell: str) -> tuple[KernelChange, ..
     return tuple(sorted(changed, key=lambda change: -abs(change.b_s - change.a_s))[:_MOST])
 
 
-def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[KernelCount, ...]]:
+def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[result.KernelCount, ...]]:
     calls: dict[_Part, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     for kernel in profile.kernels:
         part = (kernel.phase, kernel.range, "") if by_range else (kernel.phase, "", kernel.category)
@@ -115,14 +107,14 @@ def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[KernelCount
         counted[1] += kernel.total_s / profile.num_steps
     return {
         part: tuple(
-            KernelCount(name=name, calls=number, time_s=time_s)
+            result.KernelCount(name=name, calls=number, time_s=time_s)
             for name, (number, time_s) in sorted(kernels.items(), key=lambda item: -item[1][1])
         )
         for part, kernels in calls.items()
     }
 
 
-def _memory_changes(a: MemoryProfile, b: MemoryProfile, cell: str) -> tuple[MemoryChange, ...]:
+def _memory_changes(a: MemoryProfile, b: MemoryProfile, cell: str) -> tuple[result.MemoryChange, ...]:
     """Differences of bytes at the memory peak by category, module and shape of tensors, largest first.
 
     Records hold only the largest allocations, so small ones may be missing.
@@ -132,7 +124,7 @@ def _memory_changes(a: MemoryProfile, b: MemoryProfile, cell: str) -> tuple[Memo
     found = []
     for group in dict.fromkeys((*before, *after)):
         category, module, shape = group
-        change = MemoryChange(
+        change = result.MemoryChange(
             cell=cell,
             category=category,
             module=module,
@@ -154,11 +146,11 @@ def _groups(allocations: Iterable[Allocation]) -> dict[_Group, list[Allocation]]
     return found
 
 
-def _by_dtype(allocations: Iterable[Allocation]) -> tuple[TensorBytes, ...]:
+def _by_dtype(allocations: Iterable[Allocation]) -> tuple[result.TensorBytes, ...]:
     held: dict[str | None, int] = defaultdict(int)
     for made in allocations:
         held[made.dtype] += made.block_bytes * made.count
-    return tuple(TensorBytes(dtype=dtype, num_bytes=held[dtype]) for dtype in sorted(held, key=str))
+    return tuple(result.TensorBytes(dtype=dtype, num_bytes=held[dtype]) for dtype in sorted(held, key=str))
 
 
 def _op(allocations: list[Allocation]) -> str:
@@ -173,24 +165,29 @@ _Samples = list[tuple[str, tuple[float, ...]]]
 class _Cell:
     key: Row
     label: str
-    records: list[Record] = field(default_factory=list)
-    measured: list[MeasuredCell] = field(default_factory=list)
+    measured: list[tuple[Record, MeasuredCell]] = field(default_factory=list)
 
     @property
-    def good(self) -> list[MeasuredCell]:
-        return [cell for cell in self.measured if cell.failure is None]
+    def good(self) -> list[tuple[Record, MeasuredCell]]:
+        return [(record, cell) for record, cell in self.measured if cell.failure is None]
+
+    @property
+    def failures(self) -> list[str]:
+        return [cell.failure for _, cell in self.measured if cell.failure is not None]
 
     @property
     def failure(self) -> str | None:
-        return None if self.good else self.measured[0].failure
+        return None if self.good else self.failures[0]
 
     @property
     def runs(self) -> list[Run]:
-        return sorted((r for r in self.records if isinstance(r, Run)), key=lambda run: run.created_utc)
+        return sorted(
+            (record for record, _ in self.measured if isinstance(record, Run)), key=lambda run: run.created_utc
+        )
 
     @property
     def figures(self) -> tuple[MeasuredFigure, ...]:
-        return self.good[0].figures if self.good else ()
+        return self.good[0][1].figures if self.good else ()
 
     def newest(self, what: Callable[[Run], _T | None]) -> _T | None:
         return next((found for run in reversed(self.runs) if (found := what(run))), None)
@@ -201,8 +198,8 @@ class _Cell:
         told = (first.group, first.name)
         return [
             (record.id, figure.samples)
-            for record, cell in zip(self.records, self.measured, strict=True)
-            for figure in (cell.figures if cell.failure is None else ())
+            for record, cell in self.good
+            for figure in cell.figures
             if (figure.group, figure.name) == told
         ]
 
@@ -241,14 +238,14 @@ _Cells = dict[frozenset[tuple[str, Scalar]], _Cell]
 
 
 def compare(
-    a: Side,
-    b: Side,
+    a: result.Side,
+    b: result.Side,
     records_a: Sequence[Record],
     records_b: Sequence[Record],
     *,
     threshold: float | None = None,
     allow: Collection[str] = (),
-) -> Comparison:
+) -> result.Comparison:
     """Compare two sets of records. Several matching records of one side count as its processes.
 
     `allow` names fields that may differ. `threshold` is the smallest difference that matters, as a fraction; None: the
@@ -269,7 +266,7 @@ def compare(
         raise Inconclusive(_why_unlike(a, b, cells_a, cells_b, allow))
     num_decided = max(1, sum(_may_alarm(figure) for pair in pairs for figure in pair.a.figures))
     allowed = {found.field: found for pair in pairs for found in unlike(pair.a.key, pair.b.key)}
-    return Comparison(
+    return result.Comparison(
         a=a,
         b=b,
         figures=tuple(compared for pair in pairs for compared in _figures(pair, threshold, num_decided)),
@@ -286,7 +283,7 @@ def compare(
     )
 
 
-def _cells(side: Side, records: Sequence[Record], allow: Collection[str]) -> _Cells:
+def _cells(side: result.Side, records: Sequence[Record], allow: Collection[str]) -> _Cells:
     found: _Cells = {}
     for record in records:
         kind = kind_of(record)
@@ -302,8 +299,7 @@ def _cells(side: Side, records: Sequence[Record], allow: Collection[str]) -> _Ce
                     f"'{side.told}' has several cells that differ only in {names}, which --allow ignores; "
                     "pass the id of one record"
                 )
-            cell.records.append(record)
-            cell.measured.append(measured)
+            cell.measured.append((record, measured))
     return found
 
 
@@ -314,7 +310,7 @@ def _refuse_unknown(allow: Collection[str], keys: Sequence[Row]) -> None:
             raise UserError(f"--allow {name}: no such field; {meant(name, fields)}")
 
 
-def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Collection[str]) -> str:
+def _why_unlike(a: result.Side, b: result.Side, cells_a: _Cells, cells_b: _Cells, allow: Collection[str]) -> str:
     pairs = [unlike(x.key, y.key, allow) for x in cells_a.values() for y in cells_b.values()]
     if not pairs:
         return f"'{a.told if not cells_a else b.told}' has nothing to compare"
@@ -329,14 +325,14 @@ def _may_alarm(figure: MeasuredFigure) -> bool:
     return figure.decides and figure.unit != "bytes"
 
 
-def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator[ComparedFigure]:
+def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator[result.ComparedFigure]:
     for first in pair.a.figures:
         of_a, of_b = (cell.samples(first) for _, cell in pair.sides)
         if not of_b:
             continue
         a, b = ([samples for _, samples in side] for side in (of_a, of_b))
         ratio = _ratio(pair, first, of_a, of_b, threshold, num_decided if _may_alarm(first) else 1)
-        yield ComparedFigure(
+        yield result.ComparedFigure(
             cell=pair.label,
             name=first.name,
             group=first.group,
@@ -350,7 +346,7 @@ def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator
 
 def _ratio(
     pair: _Pair, figure: MeasuredFigure, of_a: _Samples, of_b: _Samples, threshold: float | None, num_decided: int
-) -> Ratio | None:
+) -> result.Ratio | None:
     """Ratio of B to A with its uncertainty. Alternating runs are paired by turn; bytes are exact. None for a few single
     times, which have no interval."""
     a, b = ([samples for _, samples in side] for side in (of_a, of_b))
@@ -385,12 +381,12 @@ def _middle(blocks: Sequence[Sequence[float]], figure: MeasuredFigure) -> float:
     return median(samples)
 
 
-def _kernels(pair: _Pair) -> tuple[KernelChange, ...]:
+def _kernels(pair: _Pair) -> tuple[result.KernelChange, ...]:
     a, b = (cell.newest(lambda run: run.profile) for _, cell in pair.sides)
     return _kernel_changes(a, b, pair.label) if a and b else ()
 
 
-def _memory(pair: _Pair) -> tuple[MemoryChange, ...]:
+def _memory(pair: _Pair) -> tuple[result.MemoryChange, ...]:
     a, b = (cell.newest(lambda run: run.memory_profile) for _, cell in pair.sides)
     return _memory_changes(a, b, pair.label) if a and b else ()
 
@@ -404,10 +400,9 @@ def _notes(cells_a: _Cells, cells_b: _Cells, pairs: Sequence[_Pair]) -> Iterator
             both = " So did B." if pair.b.failure else ""
             yield f"{pair.label or 'A'} failed in A: {pair.a.failure}.{both}"
         for side, cell in pair.sides:
-            failures = [measured.failure for measured in cell.measured if measured.failure is not None]
-            if failures and cell.good:
+            if cell.failures and cell.good:
                 label = f"{pair.label}: " if pair.label else ""
                 yield (
-                    f"{label}{len(failures)} of {counted(len(cell.measured), 'record')} failed in {side}; "
-                    f"the others are compared: {failures[-1]}."
+                    f"{label}{len(cell.failures)} of {counted(len(cell.measured), 'record')} failed in {side}; "
+                    f"the others are compared: {cell.failures[-1]}."
                 )

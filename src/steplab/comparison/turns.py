@@ -1,11 +1,13 @@
 """Ratios of the times of two runs, with a decision if they differ."""
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, median, stdev
 
 from steplab import stats
-from steplab.comparison.samples import Blocks, by_interval, compare_samples
+from steplab.comparison.samples import by_interval, compare_samples
 from steplab.records.comparison import Ratio
 from steplab.records.disturbances import disturbances
 from steplab.records.run import Run
@@ -45,9 +47,16 @@ def ratio_in_turns(
         placed_a = _beside(placed_a, placed_b)
     else:
         placed_b = _beside(placed_b, placed_a)
-    blocks_a, blocks_b = ([samples for _, samples in placed] for placed in (placed_a, placed_b))
-    alternating = bool(a.turns.alternating or b.turns.alternating)
-    return _ratio(blocks_a, blocks_b, threshold, num_decided, alternating=alternating)
+    sides = [[samples for _, samples in placed] for placed in (placed_a, placed_b)]
+    in_turns = not (a.turns.alternating or b.turns.alternating)
+    if in_turns:
+        both = min(map(len, sides))
+        sides = [side[:both] for side in sides]
+    else:  # turns in separate processes are too few, so they are pooled
+        sides = [[tuple(itertools.chain.from_iterable(side))] for side in sides]
+    if not sides[0]:
+        return None
+    return compare_samples(*sides, in_turns=in_turns, threshold=threshold, num_decided=num_decided)
 
 
 def chained(ratios: Sequence[Ratio]) -> Ratio:
@@ -94,11 +103,11 @@ def of_starts(ratios: Sequence[Ratio]) -> Ratio:
     between = _STUDENT[min(len(ratios), len(_STUDENT) + 1)] * stdev(logs) / math.sqrt(len(ratios))
     whole = chained(ratios)
     within = [math.log(end / whole.ratio) / len(ratios) for end in (whole.low, whole.high) if end]
-    threshold, ratio = max(each.threshold for each in ratios), math.exp(fmean(logs))
-    low, high = (None, None)
+    ratio, low, high = math.exp(fmean(logs)), None, None
     if within:
         low, high = ratio * math.exp(min(within[0], -between)), ratio * math.exp(max(within[-1], between))
-    return Ratio(
+    return replace(
+        whole,
         a=median(each.a for each in ratios),
         b=median(each.b for each in ratios),
         num_a=sum(each.num_a for each in ratios),
@@ -106,9 +115,7 @@ def of_starts(ratios: Sequence[Ratio]) -> Ratio:
         ratio=ratio,
         low=low,
         high=high,
-        p=None,
-        threshold=threshold,
-        decision=by_interval(low, high, threshold),
+        decision=by_interval(low, high, whole.threshold),
     )
 
 
@@ -123,22 +130,6 @@ def _beside(earlier: _Placed, later: _Placed) -> _Placed:
     start = max(place for place, _ in earlier if place < first)
     end = min((place for place, _ in earlier if place > last), default=last)
     return tuple((place, samples) for place, samples in earlier if start <= place <= end)
-
-
-def _ratio(
-    blocks_a: Blocks, blocks_b: Blocks, threshold: float | None, num_decided: int, *, alternating: bool
-) -> Ratio | None:
-    """Ratio of turns in pairs; None without a pair. Turns in separate processes (`alternating`) are too few, so they
-    are pooled."""
-    if alternating:
-        together = [[sample for block in side for sample in block] for side in (blocks_a, blocks_b)]
-        return compare_samples(together[:1], together[1:], in_turns=False, threshold=threshold, num_decided=num_decided)
-    both = min(len(blocks_a), len(blocks_b))
-    if not both:
-        return None
-    return compare_samples(
-        blocks_a[:both], blocks_b[:both], in_turns=True, threshold=threshold, num_decided=num_decided
-    )
 
 
 def _steps_s(run: Run) -> tuple[float, ...]:

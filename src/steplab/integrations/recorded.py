@@ -45,7 +45,6 @@ class RecordingCallback:
         self.run: Run | None = None
         """The stored record; None until it is stored, and on ranks above 0."""
         self._recorder: Recorder | None = None
-        self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()
         self._inside = False
 
     def _begin(self, name: str, *, device: torch.device, model: nn.Module | None) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from steplab.errors import UserError
 from steplab.ops.attention.implementations import NAMES
-from steplab.specs.benchmark import Benchmark, Device
+from steplab.specs.benchmark import DEVICE, Benchmark
 from steplab.specs.resolve import Grid, as_grid, cells_of_grids, products
 from steplab.specs.step_choices import CompileMode
 from steplab.specs.step_fields import Declared, check_declared, declared_fields, parse_declared
@@ -32,40 +32,31 @@ backward pass."""
 class AttentionSpec:
     """One cell: queries of shape [batch, heads, queries, dim]; keys and values of [batch, kv_heads, keys, dim]."""
 
-    batch: Annotated[int, Declared(help="Sequences", least=1)] = 1
-    heads: Annotated[int, Declared(help="Query heads", least=1)] = 1
-    kv_heads: Annotated[
-        int | None,
-        Declared(
-            help="Heads of keys and values, a divisor of the query heads",
-            default_words="as many as there are query heads",
-            least=1,
-        ),
-    ] = None
-    queries: Annotated[int, Declared(help="Sequence length of the queries", least=1)] = 1024
-    keys: Annotated[
-        int | None, Declared(help="Sequence length of the keys and values", default_words="the queries'", least=1)
-    ] = None
-    dim: Annotated[int, Declared(help="Head dimension", least=1)] = 64
-    causal: Annotated[
-        bool,
-        Declared(
-            help="Apply the causal mask: a query attends to keys up to its own position, both counted from the first",
-            default_words="the grid's, else no",
-        ),
-    ] = False
-    dtype: Annotated[
-        AttentionDtype,
-        Declared(
-            help="Number format",
-            meanings={"fp32": "IEEE products", "tf32": "fp32 tensors, TF32 products"},
-            default_words="bf16 on a GPU, else fp32",
-        ),
-    ] = "bf16"
-    implementation: Annotated[
-        str, Declared(help="Implementation of attention", choices=NAMES, default_words="those that suit the device")
-    ] = "plain"
-    compile: Annotated[CompileMode, Declared(help="Mode of torch.compile, or off")] = "off"
+    batch: int = Declared(help="Sequences", least=1).field(1)
+    heads: int = Declared(help="Query heads", least=1).field(1)
+    kv_heads: int | None = Declared(
+        help="Heads of keys and values, a divisor of the query heads",
+        default_words="as many as there are query heads",
+        least=1,
+    ).field(None)
+    queries: int = Declared(help="Sequence length of the queries", least=1).field(1024)
+    keys: int | None = Declared(
+        help="Sequence length of the keys and values", default_words="the queries'", least=1
+    ).field(None)
+    dim: int = Declared(help="Head dimension", least=1).field(64)
+    causal: bool = Declared(
+        help="Apply the causal mask: a query attends to keys up to its own position, both counted from the first",
+        default_words="the grid's, else no",
+    ).field(False)
+    dtype: AttentionDtype = Declared(
+        help="Number format",
+        meanings={"fp32": "IEEE products", "tf32": "fp32 tensors, TF32 products"},
+        default_words="bf16 on a GPU, else fp32",
+    ).field("bf16")
+    implementation: str = Declared(
+        help="Implementation of attention", choices=NAMES, default_words="those that suit the device"
+    ).field("plain")
+    compile: CompileMode = Declared(help="Mode of torch.compile, or off").field("off")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
@@ -126,20 +117,17 @@ and `keys`."""
 class AttentionOptions:
     """Options of `steplab attention` outside cells."""
 
-    grid: Annotated[
-        str | None,
-        Declared(
-            help="Preset (peers, study, long, choice, tiny) or TOML file", default_words="peers on a GPU, else tiny"
-        ),
-    ] = None
-    passes: Annotated[Sequence[str], Declared(help="Passes to time", key="pass")] = PASSES
-    repeats: Annotated[
-        int | None, Declared(help="Samples of each pass", default_words="10 to 100, by its duration", least=1)
-    ] = None
-    errors: Annotated[bool, Declared(help="Measure the error of each result against float64")] = True
-    device: Device = "auto"
+    grid: str | None = Declared(
+        help="Preset (peers, study, long, choice, tiny) or TOML file", default_words="peers on a GPU, else tiny"
+    ).field(None)
+    passes: Sequence[str] = Declared(help="Passes to time", key="pass").field(PASSES)
+    repeats: int | None = Declared(
+        help="Samples of each pass", default_words="10 to 100, by its duration", least=1
+    ).field(None)
+    errors: bool = Declared(help="Measure the error of each result against float64").field(True)
+    device: str = DEVICE.field("auto")
     """The device of all cells."""
-    seed: Annotated[int, Declared(help="Seed of the random inputs", least=-(2**63))] = 0
+    seed: int = Declared(help="Seed of the random inputs", least=-(2**63)).field(0)
 
 
 ATTENTION = Benchmark(name="attention", what="attention alone", timeout="10min", cells=FIELDS, options=AttentionOptions)

@@ -3,7 +3,7 @@ derive from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -12,24 +12,24 @@ from steplab.specs.layout import DEVICES_TOLD, check_device
 from steplab.specs.step_fields import Declared, Fields, StepField, check_declared, declared_fields
 
 Options = TypeVar("Options")
-Device = Annotated[str, Declared(help=f"Device: {DEVICES_TOLD}", check=check_device)]
-Gpus = Annotated[int | None, Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")]
+DEVICE = Declared(help=f"Device: {DEVICES_TOLD}", check=check_device)
+GPUS = Declared(help="Processes to start, each on its own GPU (NCCL)", group="processes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
     """Processes to start; torchrun starts them itself."""
 
-    gpus: Gpus = None
+    gpus: int | None = GPUS.field(None)
     """Number of processes, each on its own GPU."""
-    processes: Annotated[int | None, Declared(help="Processes to start on the CPU (gloo)", group="processes")] = None
+    processes: int | None = Declared(help="Processes to start on the CPU (gloo)", group="processes").field(None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions:
     """The options of `steplab doctor`."""
 
-    device: Device = "auto"
+    device: str = DEVICE.field("auto")
     """Device to examine."""
 
 

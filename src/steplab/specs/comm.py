@@ -6,10 +6,10 @@ ranks. Each rank's part is rounded down to a multiple of 16 bytes, for alignment
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from steplab.errors import UserError
-from steplab.specs.benchmark import Benchmark, Gpus
+from steplab.specs.benchmark import GPUS, Benchmark
 from steplab.specs.resolve import Grid, products
 from steplab.specs.step_fields import Declared, check_declared, declared_fields
 from steplab.units import format_message, parse_bytes
@@ -35,38 +35,28 @@ _SIZES_BYTES = {"cuda": [10**6, 10**7, 10**8, 10**9], "cpu": [10**4, 10**5, 10**
 class CommSpec:
     """One cell: a collective, its message, the backend and the number of ranks."""
 
-    collective: Annotated[Collective, Declared(help="Collective", default_words="all of them")] = "all_reduce"
-    backend: Annotated[
-        CommBackend,
-        Declared(
-            help="Backend",
-            meanings={
-                "peer_copy": "steplab's copies between one host's GPUs, which average as they reduce; all_reduce only"
-            },
-            default_words="nccl, or gloo on a CPU",
-        ),
-    ] = "gloo"
-    device: Annotated[
-        CommDevice | None,
-        Declared(help="Device of the tensors", default_words="the backend's native device, cuda for nccl"),
-    ] = None
-    size_bytes: Annotated[
-        int,
-        Declared(
-            help="Size of the whole message before rounding, such as 64kB,1MB",
-            key="size",
-            default_words="on GPUs 1MB,10MB,100MB,1GB; on a CPU 10kB,100kB,1MB,10MB",
-        ),
-    ] = 1_000_000
-    world_size: Annotated[
-        int,
-        Declared(
-            help="Number of ranks that take part",
-            default_words="powers of two up to the number of processes, and all: of 6, 2, 4 and 6",
-            least=2,
-        ),
-    ] = 2
-    dtype: Annotated[CommDtype, Declared(help="Number format of an element")] = "fp32"
+    collective: Collective = Declared(help="Collective", default_words="all of them").field("all_reduce")
+    backend: CommBackend = Declared(
+        help="Backend",
+        meanings={
+            "peer_copy": "steplab's copies between one host's GPUs, which average as they reduce; all_reduce only"
+        },
+        default_words="nccl, or gloo on a CPU",
+    ).field("gloo")
+    device: CommDevice | None = Declared(
+        help="Device of the tensors", default_words="the backend's native device, cuda for nccl"
+    ).field(None)
+    size_bytes: int = Declared(
+        help="Size of the whole message before rounding, such as 64kB,1MB",
+        key="size",
+        default_words="on GPUs 1MB,10MB,100MB,1GB; on a CPU 10kB,100kB,1MB,10MB",
+    ).field(1_000_000)
+    world_size: int = Declared(
+        help="Number of ranks that take part",
+        default_words="powers of two up to the number of processes, and all: of 6, 2, 4 and 6",
+        least=2,
+    ).field(2)
+    dtype: CommDtype = Declared(help="Number format of an element").field("fp32")
 
     def __post_init__(self) -> None:
         if self.device is None and self.backend in _SERVES:
@@ -126,23 +116,17 @@ FIELDS = {field.key: field for field in declared_fields(CommSpec)}
 class CommOptions:
     """Options of `steplab comm` outside cells."""
 
-    gpus: Gpus = None
+    gpus: int | None = GPUS.field(None)
     """Number of processes, each on its own GPU."""
-    processes: Annotated[
-        Sequence[object] | None,
-        Declared(
-            help="Processes to start on the CPU (gloo); 2,4,6 measures these world sizes",
-            group="processes",
-        ),
-    ] = None
-    repeats: Annotated[
-        int | None,
-        Declared(
-            help="Samples of each cell; on a GPU a sample of short calls is the mean of many",
-            default_words="10 to 200, by their duration",
-            least=1,
-        ),
-    ] = None
+    processes: Sequence[object] | None = Declared(
+        help="Processes to start on the CPU (gloo); 2,4,6 measures these world sizes",
+        group="processes",
+    ).field(None)
+    repeats: int | None = Declared(
+        help="Samples of each cell; on a GPU a sample of short calls is the mean of many",
+        default_words="10 to 200, by their duration",
+        least=1,
+    ).field(None)
 
 
 COMM = Benchmark(name="comm", what="collectives", timeout="5min", cells=FIELDS, options=CommOptions)
@@ -203,10 +187,8 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
     sizes = [parse_bytes(text) for text in texts.get("size", ())]
     cells: list[CommSpec] = []
 
-    def fits(fields: Mapping[str, Any]) -> bool:
-        return bool(sizes) or fields["size_bytes"] >= _least_bytes(
-            fields["world_size"]
-        )  # skips sizes that were not requested
+    def fits(fields: Mapping[str, Any]) -> bool:  # skips sizes that were not requested
+        return bool(sizes) or fields["size_bytes"] >= _least_bytes(fields["world_size"])
 
     for backend in texts.get("backend") or ["nccl" if on_gpus else "gloo"]:
         for device in _devices_of(backend, texts.get("device")):

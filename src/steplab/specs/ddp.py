@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 from steplab.errors import UserError
 from steplab.specs.benchmark import Benchmark, Spread
@@ -52,16 +52,7 @@ BYTES_PER_MB = 1e6
 STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)
 SMALL_BUCKETS_MB = (0.1, 1.0, 10.0)
 """Default bucket sizes for the tiny model with 3 MB of gradients."""
-_WORDS = {
-    "none": "no communication",
-    "naive": "naive",
-    "flat": "flat",
-    "overlap": "overlap",
-    "bucketed": "bucketed",
-    "torch_ddp": "torch DDP",
-    "sharded": "sharded",
-    "fsdp2": "FSDP2",
-}
+_WORDS = dict(zip(KINDS, KINDS, strict=True)) | {"none": "no communication", "torch_ddp": "torch DDP", "fsdp2": "FSDP2"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,43 +149,31 @@ class DdpStudy:
 class DdpOptions(Spread):
     """Options of `steplab ddp` outside the step's fields."""
 
-    variants: Annotated[
-        Sequence[str],
-        Declared(
-            help="Variants to compare: naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 is one "
-            "bucket size",
-            group="variants",
-        ),
-    ] = KINDS[1:]
-    bucket_sizes: Annotated[
-        Sequence[object] | None,
-        Declared(
-            help="Bucket sizes of bucketed and torch_ddp, in units of 1e6 bytes",
-            default_words="1,10,100,1000; on a CPU 0.1,1,10",
-            group="variants",
-        ),
-    ] = None
-    transport: Annotated[
-        Sequence[str] | None,
-        Declared(
-            help="Transport of bucketed and sharded: collectives, peer_copy (between GPUs of one host), or both",
-            default_words=COLLECTIVES,
-            group="variants",
-        ),
-    ] = None
-    update: Annotated[
-        Sequence[str] | None,
-        Declared(
-            help="When overlap and bucketed update parameters: after (all gradients have arrived), overlapped (a "
-            "fourth of them at a time, as soon as its gradients have arrived), or both",
-            default_words=AFTER,
-            group="variants",
-        ),
-    ] = None
-    profiled_steps: Annotated[
-        int, Declared(help="Number of steps of each variant that are traced for its timeline; 0 traces none", least=0)
-    ] = 2
-    traces: Annotated[str | None, Declared(help="Folder for traces, one file per variant", parse=Path)] = None
+    variants: Sequence[str] = Declared(
+        help="Variants to compare: naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 is one "
+        "bucket size",
+        group="variants",
+    ).field(KINDS[1:])
+    bucket_sizes: Sequence[object] | None = Declared(
+        help="Bucket sizes of bucketed and torch_ddp, in units of 1e6 bytes",
+        default_words="1,10,100,1000; on a CPU 0.1,1,10",
+        group="variants",
+    ).field(None)
+    transport: Sequence[str] | None = Declared(
+        help="Transport of bucketed and sharded: collectives, peer_copy (between GPUs of one host), or both",
+        default_words=COLLECTIVES,
+        group="variants",
+    ).field(None)
+    update: Sequence[str] | None = Declared(
+        help="When overlap and bucketed update parameters: after (all gradients have arrived), overlapped (a "
+        "fourth of them at a time, as soon as its gradients have arrived), or both",
+        default_words=AFTER,
+        group="variants",
+    ).field(None)
+    profiled_steps: int = Declared(
+        help="Number of steps of each variant that are traced for its timeline; 0 traces none", least=0
+    ).field(2)
+    traces: str | None = Declared(help="Folder for traces, one file per variant", parse=Path).field(None)
 
 
 def _of_rank(field: StepField) -> StepField:

@@ -27,51 +27,44 @@ class TransformerShape:
     """The plain pre-norm Transformer; by default LLaMA's parts: RMSNorm, rotary embedding, SwiGLU, an untied head, no
     biases."""
 
-    vocab_size: Annotated[int, Declared(help="Rows of the embedding and of the output head", group="sizes", least=0)]
-    d_model: Annotated[int, Declared(help="Width of the residual stream", group="sizes", least=1)]
-    d_ff: Annotated[int, Declared(help="Inner width of the feed-forward blocks", group="sizes", least=1)]
-    num_layers: Annotated[int, msgspec.Meta(le=10_000), Declared(help="Number of blocks", group="sizes", least=1)]
+    vocab_size: int = Declared(help="Rows of the embedding and of the output head", group="sizes", least=0).field()
+    d_model: int = Declared(help="Width of the residual stream", group="sizes", least=1).field()
+    d_ff: int = Declared(help="Inner width of the feed-forward blocks", group="sizes", least=1).field()
+    num_layers: Annotated[int, msgspec.Meta(le=10_000)] = Declared(
+        help="Number of blocks", group="sizes", least=1
+    ).field()
     # 0: only feed-forward blocks, without norms and attention, as in the planning-only size xxl.
-    num_heads: Annotated[
-        int, Declared(help="Number of attention heads, each d-model / num-heads wide", group="sizes", least=0)
-    ]
-    num_kv_heads: Annotated[
-        int | None, Declared(help="Heads of keys and values", default_words="num-heads", group="sizes", least=1)
-    ] = None
-    learned_positions: Annotated[
-        int, Declared(help="Rows of learned positions; 0: rotary embedding", group="sizes", least=0)
-    ] = 0
-    norm: Annotated[Norm, Declared(help="Normalisation before each part of a block", group="sizes")] = "rmsnorm"
-    feed_forward: Annotated[
-        FeedForward,
-        Declared(
-            help="Feed-forward block",
-            meanings={"swiglu": "three linear layers", "gelu": "two linear layers"},
-            group="sizes",
-        ),
-    ] = "swiglu"
-    biases: Annotated[
-        Biases,
-        Declared(
-            help="Biases",
-            meanings={
-                "qkv": "of the projections to queries, keys and values",
-                "all": "of all linear layers of the blocks, and of LayerNorm",
-            },
-            group="sizes",
-        ),
-    ] = "none"
-    head: Annotated[
-        Head, Declared(help="Output head", meanings={"tied": "shares the token embedding's weight"}, group="sizes")
-    ] = "untied"
-    projections: Annotated[
-        Projections,
-        Declared(
-            help="Linear layers of a block that read the same tensor",
-            meanings={"separate": "one each", "merged": "one for queries, keys and values, one for gate and up"},
-            group="sizes",
-        ),
-    ] = "separate"
+    num_heads: int = Declared(
+        help="Number of attention heads, each d-model / num-heads wide", group="sizes", least=0
+    ).field()
+    num_kv_heads: int | None = Declared(
+        help="Heads of keys and values", default_words="num-heads", group="sizes", least=1
+    ).field(None)
+    learned_positions: int = Declared(
+        help="Rows of learned positions; 0: rotary embedding", group="sizes", least=0
+    ).field(0)
+    norm: Norm = Declared(help="Normalisation before each part of a block", group="sizes").field("rmsnorm")
+    feed_forward: FeedForward = Declared(
+        help="Feed-forward block",
+        meanings={"swiglu": "three linear layers", "gelu": "two linear layers"},
+        group="sizes",
+    ).field("swiglu")
+    biases: Biases = Declared(
+        help="Biases",
+        meanings={
+            "qkv": "of the projections to queries, keys and values",
+            "all": "of all linear layers of the blocks, and of LayerNorm",
+        },
+        group="sizes",
+    ).field("none")
+    head: Head = Declared(
+        help="Output head", meanings={"tied": "shares the token embedding's weight"}, group="sizes"
+    ).field("untied")
+    projections: Projections = Declared(
+        help="Linear layers of a block that read the same tensor",
+        meanings={"separate": "one each", "merged": "one for queries, keys and values, one for gate and up"},
+        group="sizes",
+    ).field("separate")
 
     def __post_init__(self) -> None:
         check_declared(SIZE_FIELDS, self)

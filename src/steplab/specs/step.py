@@ -6,19 +6,14 @@ from typing import Literal
 
 from steplab.errors import Unsupported, UserError
 from steplab.ops.triton_places import FP8_MULTIPLE
+from steplab.specs import step_choices as choices
 from steplab.specs.model import SIZE_FIELDS
-from steplab.specs.step_choices import (
-    FP8,
-    IN_FLIGHT,
-    KEEPS_MASTERS,
-    OVERLAPPED,
-    RECORD_THEIR_OWN,
-    WITH_MASTERS,
-    StepChoices,
-)
 from steplab.specs.step_fields import StepField, check_declared, declared_fields
 
-AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", **dict.fromkeys(WITH_MASTERS, "bf16")}
+AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {
+    "fp16": "fp16",
+    **dict.fromkeys(("bf16", *choices.WITH_MASTERS), "bf16"),
+}
 """Number format of autocast, for the precisions that use it."""
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
 """Pipeline stages per rank, by schedule."""
@@ -28,7 +23,7 @@ _AFTER = "or --update after"
 _PLAIN = "or --block-ops plain"
 
 
-def refuse_unserved_layout(spec: StepChoices) -> None:
+def refuse_unserved_layout(spec: choices.StepChoices) -> None:
     """Raise Unsupported if the step cannot be split along fsdp, tp or pp; every step supports dp."""
     layout, model = spec.layout, spec.model
     what, only_dp = f"layout {layout}", f"use dp={layout.world_size}"
@@ -48,35 +43,29 @@ def refuse_unserved_layout(spec: StepChoices) -> None:
     if spec.precision == "fp16":
         why = "its gradient scaler would need all ranks to agree on an overflow"
         raise Unsupported(f"precision fp16 with {what}", why, f"use --precision bf16, or {only_dp}")
-    if spec.compile in RECORD_THEIR_OWN:
+    if spec.compile in choices.RECORD_THEIR_OWN:
         why = "a recorded CUDA graph cannot follow parameters that are gathered and freed during the step"
         raise Unsupported(f"compile {spec.compile} with {what}", why, "use default or max-autotune-no-cudagraphs")
     if spec.loss != "plain" and (layout.tp > 1 or layout.pp > 1):
         why = "tp splits the vocabulary over ranks, and a pipeline computes the loss from the logits of its last stage"
         raise Unsupported(f"loss {spec.loss} with {what}", why, "use --loss plain, or a layout of dp and fsdp")
     if layout.pp > 1 and spec.pass_name == "forward":
-        raise Unsupported(
-            f"pass forward with {what}", "a pipeline runs forward and backward passes in turn", "use forward_backward"
-        )
+        why = "a pipeline runs forward and backward passes in turn"
+        raise Unsupported(f"pass forward with {what}", why, "use forward_backward")
     if layout.pp > 1 and spec.accumulation > 1:
-        raise Unsupported(
-            f"accumulation {spec.accumulation} with {what}",
-            "the microbatches of a pipeline accumulate gradients already",
-            f"leave it out, and use --batch and --microbatches {spec.accumulation} times as large",
-        )
+        why = "the microbatches of a pipeline accumulate gradients already"
+        fix = f"leave it out, and use --batch and --microbatches {spec.accumulation} times as large"
+        raise Unsupported(f"accumulation {spec.accumulation} with {what}", why, fix)
 
 
-def refuse_uneven_split(spec: StepChoices) -> None:
+def refuse_uneven_split(spec: choices.StepChoices) -> None:
     """Raise UserError, with valid sizes, if tp divides the model unevenly. Raise Unsupported for merged projections."""
     layout, shape = spec.layout, spec.model.shape
     if layout.tp == 1 or shape is None:
         return
     if shape.projections == "merged":
-        raise Unsupported(
-            f"layout {layout} with merged projections",
-            "tp splits queries, keys and values each by its heads",
-            "use --model.projections separate",
-        )
+        why = "tp splits queries, keys and values each by its heads"
+        raise Unsupported(f"layout {layout} with merged projections", why, "use --model.projections separate")
     split = {
         f"{shape.num_heads} heads": shape.num_heads,
         **({f"{shape.kv_heads} heads of keys and values": shape.kv_heads} if shape.num_kv_heads else {}),
@@ -87,13 +76,11 @@ def refuse_uneven_split(spec: StepChoices) -> None:
     tp, common = layout.tp, gcd(*split.values())
     for what, size in split.items():
         if size % tp:
-            valid = ", ".join(
-                str(divisor) for divisor in range(1, min(common, _LARGEST_SHOWN) + 1) if common % divisor == 0
-            )
-            raise UserError(f"tp={tp} does not divide the {what}; valid for tp: {valid}")
+            divisors = [number for number in range(1, min(common, _LARGEST_SHOWN) + 1) if common % number == 0]
+            raise UserError(f"tp={tp} does not divide the {what}; valid for tp: {', '.join(map(str, divisors))}")
 
 
-def refuse_uneven_pipeline(spec: StepChoices) -> None:
+def refuse_uneven_pipeline(spec: choices.StepChoices) -> None:
     pp, schedule, shape = spec.layout.pp, spec.pipeline_schedule, spec.model.shape
     if pp == 1:
         return
@@ -124,11 +111,11 @@ def refuse_stages_without_blocks(pp: int, schedule: str, num_layers: int) -> Non
         )
 
 
-def refuse_unrecorded_step(spec: StepChoices) -> None:
+def refuse_unrecorded_step(spec: choices.StepChoices) -> None:
     if spec.cuda_graph != "step":
         return
     refuse_unserved_graph(spec.device)
-    if spec.compile in RECORD_THEIR_OWN:
+    if spec.compile in choices.RECORD_THEIR_OWN:
         why = "that mode records its own CUDA graphs"
         raise Unsupported(
             f"cuda_graph step with compile {spec.compile}", why, f"use --compile block, default or off, {_OFF}"
@@ -141,9 +128,9 @@ def refuse_unrecorded_step(spec: StepChoices) -> None:
         raise Unsupported(f"cuda_graph step with {spec.layout.world_size} processes", why, f"use one process, {_OFF}")
 
 
-def refuse_unserved_update(spec: StepChoices) -> None:
+def refuse_unserved_update(spec: choices.StepChoices) -> None:
     """Raise Unsupported for an overlapped update if it needs all gradients first, or all arrive at once."""
-    if spec.update != OVERLAPPED or spec.pass_name != "train":
+    if spec.update != choices.OVERLAPPED or spec.pass_name != "train":
         return
     what, layout = "update overlapped with", spec.layout
     if spec.precision == "fp16":
@@ -152,7 +139,7 @@ def refuse_unserved_update(spec: StepChoices) -> None:
     if layout.world_size > layout.dp:
         why = "torch's engines finish all gradients at the end"
         raise Unsupported(f"{what} layout {layout}", why, f"use dp={layout.world_size}, {_AFTER}")
-    if layout.dp > 1 and spec.data_parallel not in IN_FLIGHT:
+    if layout.dp > 1 and spec.data_parallel not in choices.IN_FLIGHT:
         why = "it sends all gradients after the backward pass"
         raise Unsupported(f"{what} data_parallel {spec.data_parallel}", why, f"use --data-parallel bucketed, {_AFTER}")
     if layout.world_size == 1 and spec.compile not in ("off", "block"):
@@ -160,22 +147,21 @@ def refuse_unserved_update(spec: StepChoices) -> None:
         raise Unsupported(f"{what} compile {spec.compile}", why, f"use --compile block, {_AFTER}")
 
 
-def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
+def refuse_unserved_triton_optimizer(spec: choices.StepChoices) -> None:
     layout = spec.layout
     if spec.optimizer != "adamw_triton" or spec.pass_name != "train":
         return
     if spec.precision == "bf16_pure":
-        raise Unsupported(
-            "optimizer adamw_triton with precision bf16_pure", "its kernel is for float32", "use adamw_fused"
-        )
+        what = "optimizer adamw_triton with precision bf16_pure"
+        raise Unsupported(what, "its kernel is for float32", "use adamw_fused")
     if layout.world_size > layout.dp:
         why = "its kernel takes whole tensors, and parameters are parts of tensors there"
         raise Unsupported(f"optimizer adamw_triton with layout {layout}", why, "use adamw_fused")
 
 
-def refuse_unserved_masters(spec: StepChoices) -> None:
+def refuse_unserved_masters(spec: choices.StepChoices) -> None:
     """Raise Unsupported if bf16 weights would train differently from autocast, or have no masters."""
-    if spec.precision not in WITH_MASTERS:
+    if spec.precision not in choices.WITH_MASTERS:
         return
     layout, micro_steps = spec.layout, spec.micro_steps
     what, instead = f"precision {spec.precision}", "use --precision bf16"
@@ -184,13 +170,13 @@ def refuse_unserved_masters(spec: StepChoices) -> None:
     if micro_steps > 1:
         why = "gradients of micro-steps would be added up in bf16"
         raise Unsupported(f"{what} with accumulation {micro_steps}", why, f"{instead}, or a larger --batch")
-    if spec.optimizer != KEEPS_MASTERS and spec.pass_name == "train":
+    if spec.optimizer != choices.KEEPS_MASTERS and spec.pass_name == "train":
         why = "the optimizer has to keep fp32 masters of the weights"
-        raise Unsupported(f"{what} with optimizer {spec.optimizer}", why, f"use --optimizer {KEEPS_MASTERS}")
+        raise Unsupported(f"{what} with optimizer {spec.optimizer}", why, f"use --optimizer {choices.KEEPS_MASTERS}")
 
 
-def refuse_unserved_fp8(spec: StepChoices) -> None:
-    if spec.precision not in FP8:
+def refuse_unserved_fp8(spec: choices.StepChoices) -> None:
+    if spec.precision not in choices.FP8:
         return
     what, shape = f"precision {spec.precision} for {spec.model.label}", spec.model.shape
     if spec.precision == "fp8" and (shape is None or not shape.num_heads):
@@ -210,7 +196,7 @@ def refuse_unserved_fp8(spec: StepChoices) -> None:
             raise Unsupported(what, why, "use --precision bf16")
 
 
-def refuse_unserved_block_ops(spec: StepChoices) -> None:
+def refuse_unserved_block_ops(spec: choices.StepChoices) -> None:
     """Raise Unsupported unless all three Triton kernels can run; a mixture would be measured under a wrong name."""
     if spec.block_ops != "triton":
         return
@@ -246,7 +232,7 @@ _REFUSALS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepSpec(StepChoices):
+class StepSpec(choices.StepChoices):
     """Everything that determines a training step and its measurement."""
 
     def __post_init__(self) -> None:

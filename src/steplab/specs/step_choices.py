@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from steplab.ops.attention.implementations import NAMES, TABLE
 from steplab.ops.triton_places import NAMES as LOSS_NAMES
@@ -104,315 +104,247 @@ def _needs_axis(axis: str, lacks: str, instead: str = "") -> "Callable[[StepChoi
 class StepChoices:
     """Fields of a StepSpec, which also checks them and their combinations."""
 
-    model: Annotated[
-        ModelSpec,
-        Declared(
-            help=f"Model: {_MODELS}; {', '.join(PLANNING_ONLY)}, only for `plan memory` and `plan accounting`; "
-            "hf:PATH/config.json; or package.module:function",
-            default_words=DEFAULT_MODEL,
-            shown=lambda spec: spec.model.label,
-            order=tuple(MODEL_SIZES),
-            role="size",
-            axis=1,
-        ),
-    ]
-    batch: Annotated[
-        int,
-        Declared(
-            help="Sequences in a micro-step, on each data-parallel rank",
-            least=1,
-            said="batch {}",
-            rank=1,
-            role="size",
-            axis=3,
-            panel=10,
-        ),
-    ] = 4
-    context: Annotated[int, Declared(help="Tokens per sequence", least=1, said="context {}", role="size", axis=2)] = 128
-    pass_name: Annotated[
-        Pass,
-        Declared(
-            help="Passes of a step",
-            meanings={
-                "forward": "inference without gradients",
-                "forward_backward": "gradients too",
-                "train": "the optimizer as well",
-            },
-            words={"forward_backward": "forward + backward"},
-            rank=1,
-            panel=1,
-        ),
-    ] = "train"
-    precision: Annotated[
-        Precision,
-        Declared(
-            help="Number formats",
-            meanings={
-                "fp32": "IEEE matmuls",
-                "tf32": "fp32 tensors, TF32 matmuls",
-                "bf16": "autocast over fp32 weights",
-                "fp16": "the same, with a gradient scaler",
-                "bf16_master": "autocast over bf16 linear layers with fp32 masters in adamw_triton",
-                "bf16_pure": "weights, gradients and optimizer state in bf16",
-                "fp8": "bf16_master, with the products of linear layers within blocks in fp8",
-                "fp8_torchao": "the same by torchao",
-            },
-            panel=11,
-            baseline="fp32",
-        ),
-    ] = "fp32"
-    compile: Annotated[
-        CompileMode,
-        Declared(
-            help="Compile each block, or the whole model in a torch.compile mode",
-            meanings={"off": "eager", "block": "each block, in the default mode"},
-            said="compiled ({})",
-            words={"off": "eager", "block": "compiled block by block", "default": "compiled"},
-            rank=1,
-            panel=5,
-            baseline="off",
-        ),
-    ] = "off"
-    cuda_graph: Annotated[
-        CudaGraph,
-        Declared(
-            help="Replay kernels as CUDA graphs",
-            meanings={"off": "only torch.compile's", "step": "each phase of the step"},
-            header="CUDA graph",
-            said="CUDA graph: {}",
-            words={"off": "no CUDA graph", "step": "replayed as CUDA graphs"},
-            quiet=True,
-            rank=1,
-            panel=6,
-            baseline="off",
-        ),
-    ] = "off"
-    attention: Annotated[
-        str,
-        Declared(
-            help="Attention",
-            choices=NAMES,
-            meanings={row.name: row.summary for row in TABLE},
-            # A factory's model has its own attention.
-            applies=lambda spec: spec.model.kind != "factory",
-            said="{} attention",
-            panel=2,
-            baseline="plain",
-        ),
-    ] = "plain"
-    block_ops: Annotated[
-        BlockOps,
-        Declared(
-            help="Kernels between the matrix products of a block",
-            meanings={
-                "plain": "torch's operators",
-                "triton": "steplab's kernels for RMSNorm with the sum before it, rotary embedding and SwiGLU; needs "
-                "model.projections merged",
-            },
-            unused=_needs_built_in("has its own blocks"),
-            header="block operators",
-            said="{} block operators",
-            quiet=True,
-            rank=2,
-            panel=7,
-            baseline="plain",
-        ),
-    ] = "plain"
-    loss: Annotated[
-        str,
-        Declared(
-            help="How the output head and the loss are computed",
-            choices=LOSS_NAMES,
-            meanings={row.name: row.summary for row in LOSS_TABLE},
-            unused=_needs_built_in("computes its own loss"),
-            said="{} loss",
-            quiet=True,
-            rank=2,
-            panel=7,
-            baseline="plain",
-        ),
-    ] = "plain"
-    checkpointing: Annotated[
-        str,
-        Declared(
-            help="Activations to recompute in backward",
-            meanings=CHECKPOINTING,
-            check=check_checkpointing,
-            applies=lambda spec: spec.checkpoints_apply,
-            said="checkpointing {}",
-            words={"none": "no checkpointing"},
-            quiet=True,
-            rank=2,
-            panel=3,
-            order=tuple(CHECKPOINTING),
-            baseline="none",
-        ),
-    ] = "none"
-    optimizer: Annotated[
-        Optimizer,
-        Declared(
-            help="Optimizer",
-            meanings={
-                "adamw_fused": "torch's fused AdamW",
-                "adamw_foreach": "its loop over lists of tensors",
-                "adamw_loop": "its loop over parameters",
-                "adamw_triton": "steplab's one kernel",
-            },
-            applies=lambda spec: spec.pass_name == "train",
-            rank=4,
-            panel=4,
-            baseline="adamw_loop",
-        ),
-    ] = "adamw_fused"
-    update: Annotated[
-        Update,
-        Declared(
-            help="When parameters are updated",
-            meanings={
-                "after": "once all gradients are there",
-                "overlapped": "each block's as soon as its own are there, during the backward pass; across "
-                "ranks as soon as they have arrived",
-            },
-            applies=lambda spec: spec.pass_name == "train",
-            words={"after": "update afterwards", "overlapped": "update overlapped"},
-            quiet=True,
-            rank=4,
-            panel=8,
-            baseline="after",
-        ),
-    ] = "after"
-    accumulation: Annotated[
-        int,
-        Declared(
-            help="Micro-steps in a step; their gradients are averaged",
-            least=1,
-            unused=no_gradients,
-            header="micro-steps",
-            said="{} micro-step{s}",
-            quiet=True,
-            rank=4,
-        ),
-    ] = 1
-    warmup: Annotated[
-        int,
-        Declared(
-            help="Steps before the measured ones, outside the statistics",
-            least=0,
-            header="warm-up",
-            said="{} warm-up step{s}",
-            rank=3,
-            role="how",
-            panel=9,
-        ),
-    ] = 5
-    steps: Annotated[int, Declared(help="Measured steps", least=1, said="{} measured step{s}", rank=8, role="how")] = 10
-    seed: Annotated[
-        int,
-        Declared(
-            help="Seed of the random weights and tokens", least=0, said="seed {}", quiet=True, rank=12, role="how"
-        ),
-    ] = 0
-    device: Annotated[
-        str,
-        Declared(
-            help=f"Device: {DEVICES_TOLD}",
-            check=check_device,
-            column="requested_device",
-            header="requested",
-            said="device {}",
-            quiet=True,
-            rank=13,
-            role="device",
-        ),
-    ] = "auto"
-    layout: Annotated[
-        Layout,
-        Declared(
-            help="Processes along dp, fsdp, tp and pp: dp=2,fsdp=2",
-            group="processes",
-            parse=parse_layout,
-            shown=lambda spec: str(spec.layout),
-            said="layout {}",
-            words={str(SINGLE): "one process"},
-            quiet=True,
-            rank=1,
-            panel=6,
-        ),
-    ] = SINGLE
-    data_parallel: Annotated[
-        DataParallelStrategy,
-        Declared(
-            help="Average gradients over dp",
-            meanings={
-                "naive": "one by one after the backward pass",
-                "flat": "all at once after it",
-                "overlap": "each as soon as it is ready",
-                "bucketed": "in buckets, each as soon as it is ready",
-            },
-            group="processes",
-            unused=no_strategy,
-            header="strategy",
-            said="{} gradients",
-            rank=1,
-        ),
-    ] = "bucketed"
-    bucket_size_mb: Annotated[
-        float,
-        Declared(
-            help="Largest bucket of gradients, in units of 1e6 bytes",
-            group="processes",
-            above=0,
-            unused=no_buckets,
-            header="bucket",
-            said="buckets of {}",
-            unit="MB",
-            rank=2,
-        ),
-    ] = 25.0
-    reshard_after_forward: Annotated[
-        Reshard,
-        Declared(
-            help="Free a block's fsdp parameters after its forward pass and gather them again for the backward pass",
-            meanings={"auto": "always, but never in a pipeline, where each microbatch would gather them again"},
-            group="processes",
-            unused=_needs_axis("fsdp", "frees no parameters"),
-            header="reshard",
-            said="reshard after forward: {}",
-            quiet=True,
-            rank=2,
-        ),
-    ] = "auto"
-    pipeline_schedule: Annotated[
-        PipelineSchedule,
-        Declared(
-            help="Order of a pipeline's microbatches",
-            meanings={
-                "1f1b": "a backward pass as soon as there is one",
-                "gpipe": "all forward passes first",
-                "interleaved": "1f1b over two shorter stages per rank",
-            },
-            group="processes",
-            unused=_needs_axis("pp", "has no pipeline"),
-            header="schedule",
-            said="{} schedule",
-            rank=2,
-        ),
-    ] = "1f1b"
-    microbatches: Annotated[
-        int | None,
-        Declared(
-            help="Parts into which a pipeline cuts the batch",
-            default_words="one per sequence",
-            group="processes",
-            least=1,
-            unused=_needs_axis(
-                "pp", "has no pipeline", "; micro-steps whose gradients are averaged are --accumulation"
-            ),
-            shown=lambda spec: spec.num_microbatches,
-            said="{} microbatch{es}",
-            rank=2,
-        ),
-    ] = None
+    model: ModelSpec = Declared(
+        help=f"Model: {_MODELS}; {', '.join(PLANNING_ONLY)}, only for `plan memory` and `plan accounting`; "
+        "hf:PATH/config.json; or package.module:function",
+        default_words=DEFAULT_MODEL,
+        shown=lambda spec: spec.model.label,
+        order=tuple(MODEL_SIZES),
+        role="size",
+        axis=1,
+    ).field()
+    batch: int = Declared(
+        help="Sequences in a micro-step, on each data-parallel rank",
+        least=1,
+        said="batch {}",
+        rank=1,
+        role="size",
+        axis=3,
+        panel=10,
+    ).field(4)
+    context: int = Declared(help="Tokens per sequence", least=1, said="context {}", role="size", axis=2).field(128)
+    pass_name: Pass = Declared(
+        help="Passes of a step",
+        meanings={
+            "forward": "inference without gradients",
+            "forward_backward": "gradients too",
+            "train": "the optimizer as well",
+        },
+        words={"forward_backward": "forward + backward"},
+        rank=1,
+        panel=1,
+    ).field("train")
+    precision: Precision = Declared(
+        help="Number formats",
+        meanings={
+            "fp32": "IEEE matmuls",
+            "tf32": "fp32 tensors, TF32 matmuls",
+            "bf16": "autocast over fp32 weights",
+            "fp16": "the same, with a gradient scaler",
+            "bf16_master": "autocast over bf16 linear layers with fp32 masters in adamw_triton",
+            "bf16_pure": "weights, gradients and optimizer state in bf16",
+            "fp8": "bf16_master, with the products of linear layers within blocks in fp8",
+            "fp8_torchao": "the same by torchao",
+        },
+        panel=11,
+        baseline="fp32",
+    ).field("fp32")
+    compile: CompileMode = Declared(
+        help="Compile each block, or the whole model in a torch.compile mode",
+        meanings={"off": "eager", "block": "each block, in the default mode"},
+        said="compiled ({})",
+        words={"off": "eager", "block": "compiled block by block", "default": "compiled"},
+        rank=1,
+        panel=5,
+        baseline="off",
+    ).field("off")
+    cuda_graph: CudaGraph = Declared(
+        help="Replay kernels as CUDA graphs",
+        meanings={"off": "only torch.compile's", "step": "each phase of the step"},
+        header="CUDA graph",
+        said="CUDA graph: {}",
+        words={"off": "no CUDA graph", "step": "replayed as CUDA graphs"},
+        quiet=True,
+        rank=1,
+        panel=6,
+        baseline="off",
+    ).field("off")
+    attention: str = Declared(
+        help="Attention",
+        choices=NAMES,
+        meanings={row.name: row.summary for row in TABLE},
+        # A factory's model has its own attention.
+        applies=lambda spec: spec.model.kind != "factory",
+        said="{} attention",
+        panel=2,
+        baseline="plain",
+    ).field("plain")
+    block_ops: BlockOps = Declared(
+        help="Kernels between the matrix products of a block",
+        meanings={
+            "plain": "torch's operators",
+            "triton": "steplab's kernels for RMSNorm with the sum before it, rotary embedding and SwiGLU; needs "
+            "model.projections merged",
+        },
+        unused=_needs_built_in("has its own blocks"),
+        header="block operators",
+        said="{} block operators",
+        quiet=True,
+        rank=2,
+        panel=7,
+        baseline="plain",
+    ).field("plain")
+    loss: str = Declared(
+        help="How the output head and the loss are computed",
+        choices=LOSS_NAMES,
+        meanings={row.name: row.summary for row in LOSS_TABLE},
+        unused=_needs_built_in("computes its own loss"),
+        said="{} loss",
+        quiet=True,
+        rank=2,
+        panel=7,
+        baseline="plain",
+    ).field("plain")
+    checkpointing: str = Declared(
+        help="Activations to recompute in backward",
+        meanings=CHECKPOINTING,
+        check=check_checkpointing,
+        applies=lambda spec: spec.checkpoints_apply,
+        said="checkpointing {}",
+        words={"none": "no checkpointing"},
+        quiet=True,
+        rank=2,
+        panel=3,
+        order=tuple(CHECKPOINTING),
+        baseline="none",
+    ).field("none")
+    optimizer: Optimizer = Declared(
+        help="Optimizer",
+        meanings={
+            "adamw_fused": "torch's fused AdamW",
+            "adamw_foreach": "its loop over lists of tensors",
+            "adamw_loop": "its loop over parameters",
+            "adamw_triton": "steplab's one kernel",
+        },
+        applies=lambda spec: spec.pass_name == "train",
+        rank=4,
+        panel=4,
+        baseline="adamw_loop",
+    ).field("adamw_fused")
+    update: Update = Declared(
+        help="When parameters are updated",
+        meanings={
+            "after": "once all gradients are there",
+            "overlapped": "each block's as soon as its own are there, during the backward pass; across "
+            "ranks as soon as they have arrived",
+        },
+        applies=lambda spec: spec.pass_name == "train",
+        words={"after": "update afterwards", "overlapped": "update overlapped"},
+        quiet=True,
+        rank=4,
+        panel=8,
+        baseline="after",
+    ).field("after")
+    accumulation: int = Declared(
+        help="Micro-steps in a step; their gradients are averaged",
+        least=1,
+        unused=no_gradients,
+        header="micro-steps",
+        said="{} micro-step{s}",
+        quiet=True,
+        rank=4,
+    ).field(1)
+    warmup: int = Declared(
+        help="Steps before the measured ones, outside the statistics",
+        least=0,
+        header="warm-up",
+        said="{} warm-up step{s}",
+        rank=3,
+        role="how",
+        panel=9,
+    ).field(5)
+    steps: int = Declared(help="Measured steps", least=1, said="{} measured step{s}", rank=8, role="how").field(10)
+    seed: int = Declared(
+        help="Seed of the random weights and tokens", least=0, said="seed {}", quiet=True, rank=12, role="how"
+    ).field(0)
+    device: str = Declared(
+        help=f"Device: {DEVICES_TOLD}",
+        check=check_device,
+        column="requested_device",
+        header="requested",
+        said="device {}",
+        quiet=True,
+        rank=13,
+        role="device",
+    ).field("auto")
+    layout: Layout = Declared(
+        help="Processes along dp, fsdp, tp and pp: dp=2,fsdp=2",
+        group="processes",
+        parse=parse_layout,
+        shown=lambda spec: str(spec.layout),
+        said="layout {}",
+        words={str(SINGLE): "one process"},
+        quiet=True,
+        rank=1,
+        panel=6,
+    ).field(SINGLE)
+    data_parallel: DataParallelStrategy = Declared(
+        help="Average gradients over dp",
+        meanings={
+            "naive": "one by one after the backward pass",
+            "flat": "all at once after it",
+            "overlap": "each as soon as it is ready",
+            "bucketed": "in buckets, each as soon as it is ready",
+        },
+        group="processes",
+        unused=no_strategy,
+        header="strategy",
+        said="{} gradients",
+        rank=1,
+    ).field("bucketed")
+    bucket_size_mb: float = Declared(
+        help="Largest bucket of gradients, in units of 1e6 bytes",
+        group="processes",
+        above=0,
+        unused=no_buckets,
+        header="bucket",
+        said="buckets of {}",
+        unit="MB",
+        rank=2,
+    ).field(25.0)
+    reshard_after_forward: Reshard = Declared(
+        help="Free a block's fsdp parameters after its forward pass and gather them again for the backward pass",
+        meanings={"auto": "always, but never in a pipeline, where each microbatch would gather them again"},
+        group="processes",
+        unused=_needs_axis("fsdp", "frees no parameters"),
+        header="reshard",
+        said="reshard after forward: {}",
+        quiet=True,
+        rank=2,
+    ).field("auto")
+    pipeline_schedule: PipelineSchedule = Declared(
+        help="Order of a pipeline's microbatches",
+        meanings={
+            "1f1b": "a backward pass as soon as there is one",
+            "gpipe": "all forward passes first",
+            "interleaved": "1f1b over two shorter stages per rank",
+        },
+        group="processes",
+        unused=_needs_axis("pp", "has no pipeline"),
+        header="schedule",
+        said="{} schedule",
+        rank=2,
+    ).field("1f1b")
+    microbatches: int | None = Declared(
+        help="Parts into which a pipeline cuts the batch",
+        default_words="one per sequence",
+        group="processes",
+        least=1,
+        unused=_needs_axis("pp", "has no pipeline", "; micro-steps whose gradients are averaged are --accumulation"),
+        shown=lambda spec: spec.num_microbatches,
+        said="{} microbatch{es}",
+        rank=2,
+    ).field(None)
 
     @property
     def num_microbatches(self) -> int:

@@ -1,9 +1,9 @@
 """Declares a field of a step or of a benchmark's cell; option, help, checks and table column are derived from it.
 
-A declaration is part of the field's type annotation, in `specs.step_choices`, `specs.model`, `specs.attention`,
-`specs.comm` or a benchmark's options:
+A declaration makes the field, in `specs.step_choices`, `specs.model`, `specs.attention`, `specs.comm` or a benchmark's
+options:
 
-    batch: Annotated[int, Declared(help="Sequences per step", said="batch {}", least=1)] = 4
+    batch: int = Declared(help="Sequences per step", said="batch {}", least=1).field(4)
 """
 
 import dataclasses
@@ -22,10 +22,11 @@ LARGEST = 2**63 - 1
 
 Scalar = str | int | float | None
 """Value of a field in a table row."""
+_DECLARED = "declared"
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Declared:
     """Metadata of a field; name, type, choices and default come from the dataclass."""
 
@@ -82,8 +83,9 @@ class Declared:
     baseline: Scalar = None
     """The value that a page's summary compares other values with; None: no comparison."""
 
-    def __repr__(self) -> str:  # short, because Python shows it in the signature of each class with such fields
-        return f"{type(self).__name__}({self.help!r})"
+    def field(self, default: object = dataclasses.MISSING) -> Any:
+        """A dataclass's field with this declaration."""
+        return dataclasses.field(default=default, metadata={_DECLARED: self})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -103,7 +105,7 @@ class StepField:
     default: Any
     """Default value; MISSING for a model size, which depends on the model."""
     about: Declared
-    """The declaration in the field's annotation."""
+    """The field's declaration."""
     read: Callable[[Spec], Any]
     """Reads the value from a spec; None for a size if the model is not built in."""
 
@@ -191,11 +193,11 @@ def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = l
     key `pass`. Raises TypeError for an undeclared field."""
     found = []
     for field in dataclasses.fields(cls):
-        if get_origin(field.type) is not Annotated:
-            raise TypeError(
-                f"{cls.__name__}.{field.name} is not declared: write Annotated[its type, Declared(help=...)]"
-            )
-        annotated, *_, about = get_args(field.type)  # between them, limits of a decoded record
+        about = field.metadata.get(_DECLARED)
+        if about is None:
+            raise TypeError(f"{cls.__name__}.{field.name} is not declared: write Declared(help=...).field(its default)")
+        # Annotated gives limits of a decoded record.
+        annotated: Any = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
         plain = get_args(annotated)[0] if get_origin(annotated) in (UnionType, Union) else annotated  # int | None
         choices = get_args(plain) if get_origin(plain) is Literal else about.choices
         found.append(

@@ -6,7 +6,7 @@ and `[[doctor]]` are one benchmark each, with its command's options. docs/studie
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -155,7 +155,6 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def _study(name: str, content: _File, overrides: Grid) -> StudySpec:
     if not set(content.include) <= set(preset_names(STUDIES)):
         raise UserError(f"'include' must be a list of presets: {', '.join(preset_names(STUDIES))}")
-    description, gpus, questions = content.description, content.gpus, content.questions
 
     def grids(kind: str) -> list[Grid]:
         flat = [as_grid(_flat(grid)) for grid in getattr(content, kind)]
@@ -168,16 +167,14 @@ def _study(name: str, content: _File, overrides: Grid) -> StudySpec:
         *(Part(kind=kind, options=_flat(options)) for kind in BENCHMARKS for options in getattr(content, kind)),
     ]
     includes = tuple(load_study(preset, overrides) for preset in content.include)
-    if not parts and not includes:
-        return replace(study_from_grids(name, description, grids("grid")), gpus=gpus, questions=questions)
-    cells = study_from_grids(name, description, grids("grid")).cells if content.grid else ()
+    must_time = content.grid or not (parts or includes)
     return StudySpec(
         name=name,
-        description=description,
-        cells=cells,
+        description=content.description,
+        cells=study_from_grids(name, content.description, grids("grid")).cells if must_time else (),
         parts=_distinct(parts),
-        gpus=gpus,
-        questions=questions,
+        gpus=content.gpus,
+        questions=content.questions,
         includes=includes,
     )
 

@@ -180,6 +180,10 @@ class Connection:
         with sqlite_errors(self.path):
             return self.sqlite.execute(sql, values).fetchall()
 
+    def insert(self, table: str, **values: object) -> None:
+        marks = ", ".join("?" * len(values))
+        self.query(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", *values.values())
+
     def stream(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
         """Yield rows one at a time, so that they need not all fit into memory."""
         with sqlite_errors(self.path):

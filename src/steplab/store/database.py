@@ -1,7 +1,6 @@
 """The store: every record made on this machine, in one SQLite file. The folder's entry point."""
 
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from steplab.store.connection import open_to_read, open_to_write
@@ -45,7 +44,5 @@ class Store(RecordTable, StudyTable):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         self.close()

@@ -28,7 +28,10 @@ def default_path() -> Path:
         return Path(os.path.expanduser(own))
     data_home = Path(os.environ.get("XDG_DATA_HOME", ""))
     if not data_home.is_absolute():
-        data_home = _home() / ".local" / "share"
+        try:
+            data_home = Path.home() / ".local" / "share"
+        except RuntimeError as error:  # a container's user without an entry in /etc/passwd
+            raise SteplabError(f"{error}; set the store by --store or STEPLAB_STORE") from error
     return data_home / "steplab" / "store.db"
 
 
@@ -40,10 +43,3 @@ def make_data_home() -> None:
     if not os.environ.get("STEPLAB_STORE"):
         with contextlib.suppress(OSError):
             default_path().parent.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _home() -> Path:
-    try:
-        return Path.home()
-    except RuntimeError as error:  # a container's user without an entry in /etc/passwd
-        raise SteplabError(f"{error}; set the store by --store or STEPLAB_STORE") from error

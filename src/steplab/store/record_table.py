@@ -132,12 +132,11 @@ class RecordTable:
         selection = Selection(
             kind=kind, study=study, name=name, all_attempts=all_attempts, outside_studies=outside_studies
         )
-        sql = f"SELECT id, body FROM record WHERE {selection.condition()} ORDER BY created_utc, seq"
-        values: list[object] = [*selection.values()]
+        condition, values = selection.where()
         if newest is not None:
-            last = f"SELECT seq FROM record WHERE {selection.condition()} ORDER BY created_utc DESC, seq DESC LIMIT ?"
-            sql = f"SELECT id, body FROM record WHERE seq IN ({last}) ORDER BY created_utc, seq"
+            condition = f"seq IN (SELECT seq FROM record WHERE {condition} {_NEWEST_FIRST} LIMIT ?)"
             values.append(newest)
+        sql = f"SELECT id, body FROM record WHERE {condition} ORDER BY created_utc, seq"
         for record_id, body in self._connection.stream(sql, *values):
             try:
                 record = _decode(self._connection, record_id, body)
@@ -200,11 +199,9 @@ class RecordTable:
 
 
 def _rows(connection: Connection, selection: Selection, limit: int | None) -> Iterator[Row]:
-    found = connection.stream(
-        f"SELECT {_COLUMNS} FROM record WHERE {selection.condition()} {_NEWEST_FIRST} LIMIT ?",
-        *selection.values(),
-        -1 if limit is None else max(0, limit),
-    )
+    condition, values = selection.where()
+    sql = f"SELECT {_COLUMNS} FROM record WHERE {condition} {_NEWEST_FIRST} LIMIT ?"
+    found = connection.stream(sql, *values, -1 if limit is None else max(0, limit))
     return (_row([text_of(value) for value in columns], summary) for *columns, summary in found)
 
 
@@ -251,36 +248,20 @@ def _insert(connection: Connection, record: Record, body: bytes, cell: str | Non
     study = record.sweep_id
     if study:
         cell = cell or _default_cell(record)
-        connection.query(
-            "INSERT OR IGNORE INTO study (id, name, description, created_utc) VALUES (?, ?, '', ?)",
-            study,
-            record.name,
-            record.created_utc,
-        )
-    connection.query(
-        "INSERT INTO record (id, kind, schema, created_utc, name, study, cell, status, summary, body)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        record.id,
-        kind_of(record).name,
-        record.schema,
-        record.created_utc,
-        record.name,
-        study,
-        cell,
-        record.status,
-        encode(summary_row(record)),
-        body,
-    )
+        sql = "INSERT OR IGNORE INTO study (id, name, description, created_utc) VALUES (?, ?, '', ?)"
+        connection.query(sql, study, record.name, record.created_utc)
+    row = {name: getattr(record, name) for name in ("id", "schema", "created_utc", "name", "status")}
+    summary = encode(summary_row(record))
+    connection.insert("record", **row, kind=kind_of(record).name, study=study, cell=cell, summary=summary, body=body)
     return True
 
 
 def _default_cell(record: Record) -> str | None:
     if record.cell is None:
         return None
-    watched = [
-        name for name, found in (("profile", "profile"), ("memory", "memory_profile")) if getattr(record, found, None)
-    ]
-    return "+".join(watched) + ":" + cell_key(record.cell) if watched else cell_key(record.cell)
+    parts = {"profile": "profile", "memory_profile": "memory"}
+    watched = "+".join(name for field, name in parts.items() if getattr(record, field, None))
+    return f"{watched}:{cell_key(record.cell)}" if watched else cell_key(record.cell)
 
 
 def _measured(record: Record) -> Record:

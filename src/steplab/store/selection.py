@@ -38,19 +38,12 @@ class Selection:
     outside_studies: bool = False
     all_attempts: bool = False
 
-    def condition(self) -> str:
-        """SQL for WHERE, with a placeholder per value."""
-        conditions = [f"{column} = ?" for column, _ in self._given()]
-        if self.outside_studies:
-            conditions.append("study IS NULL")
-        return " AND ".join([*conditions, "TRUE" if self.all_attempts else NOT_SUPERSEDED])
-
-    def values(self) -> list[str]:
-        return [value for _, value in self._given()]
-
-    def _given(self) -> list[tuple[str, str]]:
-        columns = (("kind", self.kind), ("study", self.study), ("name", self.name), ("status", self.status))
-        return [(column, value) for column, value in columns if value is not None]
+    def where(self) -> tuple[str, list[object]]:
+        """SQL for WHERE, and the values of its placeholders."""
+        columns = {"kind": self.kind, "study": self.study, "name": self.name, "status": self.status}
+        given = {f"{column} = ?": value for column, value in columns.items() if value is not None}
+        others = ["study IS NULL"] if self.outside_studies else []
+        return " AND ".join([*given, *others, "TRUE" if self.all_attempts else NOT_SUPERSEDED]), [*given.values()]
 
 
 _NUM_SHOWN = 5

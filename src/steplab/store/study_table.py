@@ -17,16 +17,15 @@ class StudyTable:
         study_id = new_id()
         cells = study_keys(study)
         with self._connection.transaction():
-            self._connection.query(
-                "INSERT INTO study (id, name, description, created_utc, fingerprint, num_cells, cells)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                study_id,
-                study.name,
-                study.description,
-                now_utc(),
-                study_fingerprint(study),
-                len(cells),
-                msgspec.json.encode(cells).decode(),
+            self._connection.insert(
+                "study",
+                id=study_id,
+                name=study.name,
+                description=study.description,
+                created_utc=now_utc(),
+                fingerprint=study_fingerprint(study),
+                num_cells=len(cells),
+                cells=msgspec.json.encode(cells).decode(),
             )
         return study_id
 

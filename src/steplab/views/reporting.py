@@ -60,7 +60,7 @@ def report_of(
     on_progress: OnProgress = lambda progress: None,
 ) -> View:
 
-    def write(format: str, color: bool, beside: Beside | None = None) -> str:
+    def write(format: str, *, color: bool, beside: Beside | None = None) -> str:
         if chapter and format in ("json", "csv"):
             raise UserError(f"{format} has no chapters")
         if beside or chapter or format in (PAGE, NOTEBOOK, PICTURE):
@@ -84,10 +84,7 @@ def answers_of(
     if chapter:
         document = chapter_of(document, chapter)
 
-    def write(format: str, color: bool, beside: Beside | None = None) -> str:
-        return render(document, format, color=color, beside=beside)
-
-    return View(write, store, pictured=True)
+    return View(partial(render, document), store, pictured=True)
 
 
 def derived(store: Path | str | None, asked: Derivation) -> Document:

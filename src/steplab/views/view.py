@@ -40,9 +40,9 @@ class View:
     """A report that is written when displayed: text at a prompt, HTML in a notebook."""
 
     write: Callable[..., str]
-    """write(format, colored) returns the text; the format may also be 'notebook'.
+    """write(format, color=) returns the text; the format may also be 'notebook'.
 
-    If `pictured`, a third argument, Beside, collects pictures and long tables.
+    If `pictured`, a further argument, `beside`, collects pictures and long tables.
     """
     store: Path | str | None = None
     """Store of the records, which `save` never replaces; None: the default store."""
@@ -53,13 +53,13 @@ class View:
         return self.render()
 
     def _repr_html_(self) -> str:
-        return leaving(self.write("notebook", False), "html")
+        return leaving(self.write(NOTEBOOK, color=False), "html")
 
     def render(self, format: str = "table", *, color: bool = False) -> str:
         """Return the report in one of FORMATS. Raises UserError for an unknown or unsuitable format."""
         if format not in FORMATS:
             raise UserError(f"unknown format '{format}'; use one of {', '.join(FORMATS)}")
-        return leaving(self.write(format, color), format, colored=color)
+        return leaving(self.write(format, color=color), format, colored=color)
 
     def save(self, path: Path | str, format: str | None = None, *, force: bool = False) -> Path:
         """Write the report to a file; without `format`, its suffix decides (page.html, rows.csv.gz).
@@ -78,7 +78,7 @@ class View:
         beside = Beside(f"{target.name.partition('.')[0]}_{suffix}", kind)
         own = force or target.exists()  # what lies beside a file of steplab's is steplab's
         if self.pictured and chosen in PICTURED and not destination.is_written_to:
-            text = leaving(self.write(chosen, False, beside), chosen)
+            text = leaving(self.write(chosen, color=False, beside=beside), chosen)
         else:
             text = self.render(chosen)
         with ExitStack() as undo:  # what a failure leaves half done
@@ -96,16 +96,8 @@ class View:
         return target
 
 
-Shown = (
-    Record
-    | Findings
-    | Comparison
-    | tuple[Series, ...]
-    | PlannedStep
-    | MemoryPrediction
-    | StepTimePrediction
-    | LayoutPlan
-)
+Planned = PlannedStep | MemoryPrediction | StepTimePrediction | LayoutPlan
+Shown = Record | Findings | Comparison | tuple[Series, ...] | Planned
 
 
 def show(shown: Shown | str = "last", *, store: Path | str | None = None) -> View:
@@ -124,7 +116,7 @@ def show(shown: Shown | str = "last", *, store: Path | str | None = None) -> Vie
         return View(partial(_record_text, shown, store), store)
     document, json = _document(shown, store), msgspec.json.format(msgspec.json.encode(shown)).decode()
 
-    def write(format: str, color: bool) -> str:
+    def write(format: str, *, color: bool) -> str:
         return json if format == "json" else render(document, format, color=color)
 
     return View(write, store)
@@ -141,7 +133,7 @@ def in_short(record: Record) -> str:
     return render(replace(document, sections=(Section(title="", blocks=first),)), NOTEBOOK)
 
 
-def _record_text(record: Record, store: Path | str | None, format: str, color: bool) -> str:
+def _record_text(record: Record, store: Path | str | None, format: str, *, color: bool) -> str:
     if format == "json":
         return encode_with_summary(record).decode()
     context = Context()

@@ -9,16 +9,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from steplab.parallel.sizes import (
-    COUNTER_BYTES,
-    NUM_COUNTERS,
-    Division,
-    aligned_bytes,
-    divided,
-    grouped,
-    placed,
-    window_bytes,
-)
+from steplab.parallel import sizes as parallel_sizes
 from steplab.specs.ddp import BYTES_PER_MB
 
 _DDP_FIRST_BUCKET_BYTES = 2**20
@@ -56,11 +47,11 @@ def buckets_of(
             copied_bytes=total,
         )
     limit = {"flat": float("inf"), "bucketed": bucket_mb * BYTES_PER_MB}
-    indices = grouped(sizes, limit.get(kind, 0.0)) if kind != "none" else []
+    indices = parallel_sizes.grouped(sizes, limit.get(kind, 0.0)) if kind != "none" else []
     groups = [[sizes[index] for index in group] for group in indices]
     if peers:
-        return buckets_of_peers([divided(group, peers, None) for group in groups], peers)
-    of_groups = [sum(map(aligned_bytes, group)) for group in groups]
+        return buckets_of_peers([parallel_sizes.divided(group, peers, None) for group in groups], peers)
+    of_groups = [sum(map(parallel_sizes.aligned_bytes, group)) for group in groups]
     buffered = [size for size, group in zip(of_groups, groups, strict=True) if len(group) > 1]
     return Buckets(
         sizes_bytes=tuple(of_groups),
@@ -71,19 +62,19 @@ def buckets_of(
     )
 
 
-def buckets_of_peers(divisions: Sequence[Division], ranks: int) -> Buckets:
+def buckets_of_peers(divisions: Sequence[parallel_sizes.Division], ranks: int) -> Buckets:
     """Buckets sent by peer copies from the gradients' own memory; at most a window of them waits."""
     sizes = [division.num_bytes for division in divisions]
     return Buckets(
         sizes_bytes=tuple(sizes),
-        waiting_bytes=window_bytes(sizes),
+        waiting_bytes=parallel_sizes.window_bytes(sizes),
         during_backward=True,
-        shared_bytes=with_counters(placed(divisions, ranks).num_bytes, ranks),
+        shared_bytes=with_counters(parallel_sizes.placed(divisions, ranks).num_bytes, ranks),
     )
 
 
 def with_counters(num_bytes: int, ranks: int) -> int:
-    return num_bytes + NUM_COUNTERS * ranks * COUNTER_BYTES
+    return num_bytes + parallel_sizes.NUM_COUNTERS * ranks * parallel_sizes.COUNTER_BYTES
 
 
 def _ddp_groups(sizes: Sequence[int], limit: float) -> list[list[int]]:

@@ -25,7 +25,9 @@ def predict_layout_memory(
     sharing = sharing_of(spec, variant, model=model)
     ranks = memory_by_rank(spec, workspace_bytes, sharing)
     worst = max(ranks, key=lambda rank: (rank.peak_bytes, -rank.first_rank))
-    outside, shared, alone = outside_bytes(spec.layout), _shared_bytes(sharing), spec.layout.world_size == 1
+    outside, alone = outside_bytes(spec.layout), spec.layout.world_size == 1
+    shared = sharing.owned.parameters_bytes if sharing.owned and sharing.by_peer_copies else 0
+    shared += sharing.buckets.shared_bytes if sharing.buckets else 0
     of_ranks = [] if alone else _notes(spec, sharing, outside, shared)
     least = worst.peak_bytes + outside + shared
     safe = safe_device_bytes(worst.reserved_bytes, outside + shared, by_compiled_block=spec.compile != "off")
@@ -47,11 +49,6 @@ def predict_layout_memory(
         model=sharing.model.facts,
         spec=spec,
     )
-
-
-def _shared_bytes(sharing: Sharing) -> int:
-    parameters = sharing.owned.parameters_bytes if sharing.owned and sharing.by_peer_copies else 0
-    return parameters + (sharing.buckets.shared_bytes if sharing.buckets else 0)
 
 
 def _notes(spec: StepSpec, sharing: Sharing, outside: int, shared: int) -> list[str]:
