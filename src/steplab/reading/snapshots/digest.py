@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -136,11 +136,9 @@ class SavedMemory:
             storage = (piece, 0) if piece != NONE else (NONE, saved.address)
             counts = category != "parameters" and storage not in seen
             seen.add(storage)
-            yield saved, category, self._asked_bytes(saved, piece) if counts else 0
-
-    def _asked_bytes(self, saved: Saved, piece: int) -> int:
-        """Requested bytes of a storage, as in categories; the marks' size if its allocation is unknown."""
-        return saved.storage_bytes if piece == NONE else int(self._lifetimes.requested_bytes[piece])
+            # Requested bytes of a storage, as in categories; the marks' size if its allocation is unknown.
+            asked_bytes = saved.storage_bytes if piece == NONE else int(self._lifetimes.requested_bytes[piece])
+            yield saved, category, asked_bytes if counts else 0
 
     def groups(self) -> tuple[tuple[SavedTensors, ...], LeftOut | None]:
         sums = defaultdict[tuple[str, str, tuple[int, ...], str, str], list[int]](list)
@@ -273,11 +271,8 @@ def _kinds(pieces: Integers, lifetimes: Lifetimes, codes: Codes, origins: Origin
     yield from zip(pieces[order[begins[kept]]].tolist(), counts[kept].tolist(), total_bytes[kept].tolist(), strict=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Replayed:
-    device: DeviceHistory
-    lifetimes: Lifetimes
-    allocated_bytes: Integers
+_Replayed = tuple[DeviceHistory, Lifetimes, Integers]
+"""A device, lifetimes of its memory, and its allocated bytes at every moment."""
 
 
 def digest(history: History, marks: Marks | None, *, unwatched_peak_bytes: int | None = None) -> MemoryProfile:
@@ -286,8 +281,7 @@ def digest(history: History, marks: Marks | None, *, unwatched_peak_bytes: int |
 
     Raises SteplabError if nothing was allocated.
     """
-    replayed = _chosen(history, marks)
-    device, lifetimes, allocated_bytes = replayed.device, replayed.lifetimes, replayed.allocated_bytes
+    replayed = device, lifetimes, allocated_bytes = _chosen(history, marks)
     positions = Positions(device.events)
     residents = Residents(lifetimes, positions)
     names = MEASURED_CATEGORIES if marks else UNNAMED_CATEGORIES
@@ -329,13 +323,10 @@ def digest(history: History, marks: Marks | None, *, unwatched_peak_bytes: int |
 
 def _chosen(history: History, marks: Marks | None) -> _Replayed:
     devices = [device for device in history.devices if marks is None or device.index == marks.device_index]
-    best: _Replayed | None = None
-    for device in devices:
-        lifetimes = _sized(replay(device, history.settings), marks)
-        allocated_bytes = bytes_over_time(lifetimes, lifetimes.block_bytes)
-        if best is None or allocated_bytes.max() > best.allocated_bytes.max():
-            best = _Replayed(device=device, lifetimes=lifetimes, allocated_bytes=allocated_bytes)
-    if best is None or not len(best.lifetimes):
+    replayed = ((device, _sized(replay(device, history.settings), marks)) for device in devices)
+    measured = ((device, of, bytes_over_time(of, of.block_bytes)) for device, of in replayed)
+    best = max(measured, key=lambda each: each[2].max(), default=None)
+    if best is None or not len(best[1]):
         raise SteplabError("the snapshot contains no allocations")
     return best
 
@@ -361,7 +352,8 @@ def _by_category(lifetimes: Lifetimes, codes: Codes, names: Sequence[str], momen
 
 
 def _notes(history: History, marks: Marks | None, replayed: _Replayed, positions: Positions) -> Iterator[str]:
-    events = replayed.device.events
+    device, lifetimes, allocated_bytes = replayed
+    events = device.events
     if not len(events):
         yield "history: missing in the snapshot; figures show memory at its end"
     elif positions.by_event:
@@ -373,21 +365,20 @@ def _notes(history: History, marks: Marks | None, replayed: _Replayed, positions
                 f"marks: {counted_allocations} allocations were counted during the step, the history has "
                 f"{positions.num_allocations}, so owners are uncertain"
             )
-        elsewhere = (marks.counted_peak_bytes or 0) - int(replayed.allocated_bytes.max())
+        elsewhere = (marks.counted_peak_bytes or 0) - int(allocated_bytes.max())
         if marks.counted_peak_bytes is not None and elsewhere:
             sign = "more" if elsewhere > 0 else "less"
             yield f"peak: the allocator itself counted {format_bytes(abs(elsewhere))} {sign}"
     elif len(history.devices) > 1:
-        others = ", ".join(f"cuda:{d.index}" for d in history.devices if d is not replayed.device)
-        shown = f"cuda:{replayed.device.index}"
-        yield f"devices: figures show {shown}, with the highest peak; the snapshot also has {others}"
+        others = ", ".join(f"cuda:{other.index}" for other in history.devices if other is not device)
+        yield f"devices: figures show cuda:{device.index}, with the highest peak; the snapshot also has {others}"
     refused = events.size_bytes[events.action == OOM]
     if len(refused):
         yield (
             f"out of memory: {counted(len(refused), 'allocation')} failed, the largest with "
             f"{format_bytes(int(refused.max()))}"
         )
-    yield from replayed.lifetimes.notes
+    yield from lifetimes.notes
 
 
 def unnamed_categories(lifetimes: Lifetimes) -> Codes:

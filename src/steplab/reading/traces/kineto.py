@@ -15,6 +15,7 @@ from msgspec.json import Decoder
 from numpy.typing import NDArray
 
 from steplab.costs.operators import FUSED_ATTENTION, ITEM_BYTES
+from steplab.reading.traces import trace
 from steplab.reading.traces.document import Document, NotATrace
 from steplab.reading.traces.events import (
     EVENT,
@@ -28,22 +29,7 @@ from steplab.reading.traces.events import (
     repair_event,
 )
 from steplab.reading.traces.naming import STEP
-from steplab.reading.traces.trace import (
-    EARLIEST_NS,
-    LATEST_NS,
-    LONGEST_NS,
-    NONE,
-    DeviceWork,
-    HostCalls,
-    Inputs,
-    Message,
-    Numbering,
-    Ops,
-    Ranges,
-    Trace,
-    TraceBuilder,
-    Values,
-)
+from steplab.reading.traces.trace import EARLIEST_NS, LATEST_NS, LONGEST_NS, NONE, Inputs, Message, Trace, TraceBuilder
 from steplab.units import format_bytes
 from steplab.unpacking import Unpacked
 
@@ -82,7 +68,7 @@ class _World(msgspec.Struct):
 _DEVICES, _WORLD, _TEXT, _WHOLE = Decoder(list[_Device]), Decoder(_World), Decoder(str), Decoder(int)
 
 Integers = NDArray[np.int64]
-Columns = Mapping[str, Values]
+Columns = Mapping[str, trace.Values]
 
 
 def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace:
@@ -222,7 +208,7 @@ class Collector:
                 about = Message(name=str(a.collective), group=str(a.members or a.group), size_bytes=max(size, 0))
                 self.builder.messages[start_ns, _integer(a.stream)] = about
         self.builder.add(
-            DeviceWork,
+            trace.DeviceWork,
             **common,
             device=_integers([a.device for a in args]),
             stream=_integers([a.stream for a in args]),
@@ -231,7 +217,7 @@ class Collector:
 
     def _add_calls(self, events: Sequence[Event], common: Columns) -> None:
         correlation = _integers([event.args.correlation for event in events])
-        self.builder.add(HostCalls, **common, thread=self._threads(events), correlation=correlation)
+        self.builder.add(trace.HostCalls, **common, thread=self._threads(events), correlation=correlation)
 
     def _add_ops(self, events: Sequence[Event], common: Columns) -> None:
         args = [event.args for event in events]
@@ -241,7 +227,7 @@ class Collector:
             for event, a in zip(events, args, strict=True)
         ]
         self.builder.add(
-            Ops,
+            trace.Ops,
             **common,
             thread=self._threads(events),
             sequence=_integers([a.sequence for a in args]),
@@ -258,7 +244,7 @@ class Collector:
                 size = sum(math.prod(shape) * ITEM_BYTES.get(dtype, 0) for shape, dtype in sizes)
                 about = Message(name=event.name.removeprefix("gloo:"), group="", size_bytes=size)
                 self.builder.messages[start_ns, thread] = about
-        self.builder.add(Ranges, **common, thread=threads)
+        self.builder.add(trace.Ranges, **common, thread=threads)
 
     def _threads(self, events: Sequence[Event]) -> list[int]:
         numbers = self.builder.threads
@@ -306,7 +292,7 @@ class InputNumbers(dict[bytes, int]):
     operators with equal inputs, so each text is parsed once.
     """
 
-    def __init__(self, numbering: Numbering[Inputs]) -> None:
+    def __init__(self, numbering: trace.Numbering[Inputs]) -> None:
         super().__init__()
         self._numbering = numbering
         self[_ABSENT] = NONE
