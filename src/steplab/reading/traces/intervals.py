@@ -88,7 +88,7 @@ class Nesting:
             if number in self._borders:
                 borders_ns, owners = self._borders[number]
                 at = np.searchsorted(borders_ns, time_ns[here], side="right") - 1
-                found[here] = np.where(at >= 0, owners[np.maximum(at, 0)], NONE)
+                found[here] = np.append(owners, NONE)[at]
         return found
 
     @property

@@ -44,6 +44,10 @@ class Rows:
 class Events(Rows):
     duration_ns: Column
 
+    @property
+    def end_ns(self) -> Column:
+        return self.start_ns + self.duration_ns
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceWork(Events):
