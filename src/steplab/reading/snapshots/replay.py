@@ -154,6 +154,10 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.address)
 
+    def alive_at(self, moment: int) -> history.Flags:
+        alive: history.Flags = (self.start < moment) & (self.end >= moment)
+        return alive
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paired(Pieces):

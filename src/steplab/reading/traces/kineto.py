@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,17 +18,7 @@ from numpy.typing import NDArray
 from steplab.costs.operators import FUSED_ATTENTION, ITEM_BYTES
 from steplab.reading.traces import trace
 from steplab.reading.traces.document import Document, NotATrace
-from steplab.reading.traces.events import (
-    EVENT,
-    EVENTS,
-    MISSING,
-    NO_DIMS,
-    Event,
-    Number,
-    decoded,
-    nanoseconds,
-    repair_event,
-)
+from steplab.reading.traces.events import EVENT, EVENTS, MISSING, NO_DIMS, Event, decoded, nanoseconds, repair_event
 from steplab.reading.traces.naming import STEP
 from steplab.reading.traces.trace import EARLIEST_NS, LATEST_NS, LONGEST_NS, NONE, Inputs, Message, Trace, TraceBuilder
 from steplab.units import format_bytes
@@ -251,14 +242,14 @@ class Collector:
         return [numbers[event.pid, event.tid] for event in events]
 
 
-def _integers(values: list[Number]) -> Integers:
+def _integers(values: list[Any]) -> Integers:
     try:
         return np.array(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
         return np.array([_integer(value) for value in values], dtype=np.int64)
 
 
-def _integer(value: Number) -> int:
+def _integer(value: Any) -> int:
     try:
         number = int(value) if value is not None else NONE
     except (TypeError, ValueError, OverflowError):
@@ -267,19 +258,12 @@ def _integer(value: Number) -> int:
 
 
 _ITEM_BYTES = {
-    "Double": 8,
-    "Long": 8,
-    "Float": 4,
-    "Int": 4,
-    "BFloat16": 2,
-    "Half": 2,
-    "Short": 2,
-    "Byte": 1,
-    "Char": 1,
-    "Bool": 1,
-    "Float8_e4m3fn": 1,
-    "Float8_e5m2": 1,
+    **dict.fromkeys(("Double", "Long"), 8),
+    **dict.fromkeys(("Float", "Int"), 4),
+    **dict.fromkeys(("BFloat16", "Half", "Short"), 2),
+    **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
 }
+"""Bytes per element, by the names that messages give types."""
 
 
 _NO_TENSOR = ("", "Scalar", "ScalarList")
