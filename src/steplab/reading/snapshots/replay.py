@@ -175,7 +175,8 @@ class Awaited:
 
 def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
     events, blocks = device.events, device.blocks
-    rows = _by_address(events)
+    rows = np.flatnonzero(events.action <= FREE_COMPLETED)
+    rows = rows[np.argsort(events.address[rows], kind="stable")]
     action, address, size_bytes = events.action[rows], events.address[rows], events.size_bytes[rows]
     first = np.append(True, address[1:] != address[:-1])[: len(rows)]
     # Where requests are recorded, no completion directly follows an allocation.
@@ -205,20 +206,11 @@ def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
     )
 
 
-def _by_address(events: history.Events) -> Integers:
-    relevant = np.flatnonzero(events.action <= FREE_COMPLETED)
-    order: Integers = relevant[np.argsort(events.address[relevant], kind="stable")]
-    return order
-
-
 def _numbers(blocks: history.Blocks, addresses: Integers) -> Integers:
     allocated = np.flatnonzero(blocks.state == history.ALLOCATED)
-    if not len(allocated):
-        return np.full(len(addresses), NONE)
     allocated = allocated[np.argsort(blocks.address[allocated], kind="stable")]
-    place = np.minimum(np.searchsorted(blocks.address[allocated], addresses), len(allocated) - 1)
-    there: history.Flags = blocks.address[allocated[place]] == addresses
-    return np.where(there, allocated[place], NONE)
+    found = np.append(allocated, NONE)[np.searchsorted(blocks.address[allocated], addresses)]
+    return np.where(np.append(blocks.address, NONE)[found] == addresses, found, NONE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,8 +231,7 @@ def replay(device: DeviceHistory, settings: history.AllocatorSettings) -> Lifeti
         blocks = rounded
     else:
         blocks, notes = _divided(device, settings, pieces, awaited, rounded)
-    held = pieces.block != NONE
-    blocks = np.where(held, device.blocks.size_bytes[pieces.block * held], blocks) if held.any() else blocks
+    blocks = np.where(pieces.block == NONE, blocks, np.append(device.blocks.size_bytes, NONE)[pieces.block])
     too_small = blocks < pieces.requested_bytes  # impossible in an allocator, but the file may be of another
     if too_small.any():
         blocks = np.where(too_small, rounded, blocks)
@@ -333,7 +324,7 @@ def _begin(
     ends = addresses + np.concatenate((sizes[old], rounded_sizes(awaited.requested_bytes, settings)))
     exact = np.concatenate((pieces.block[old], np.full(len(awaited.address), NONE)))
     numbers = np.concatenate((old, np.full(len(awaited.address), NONE)))
-    ends = np.where(exact != NONE, addresses + _block_sizes(device, exact), ends)
+    ends = np.where(exact != NONE, addresses + np.append(device.blocks.size_bytes, NONE)[exact], ends)
     order = np.argsort(addresses)
     addresses, ends, numbers, exact = addresses[order], ends[order], numbers[order], exact[order]
     for start, size in _segments_before(device).items():
@@ -354,12 +345,6 @@ def _begin(
             found.append((begin, end, number))
         pool.divide(start, size, found)
     return unsure
-
-
-def _block_sizes(device: DeviceHistory, numbers: Integers) -> Integers:
-    if not len(device.blocks.size_bytes):
-        return np.zeros(len(numbers), dtype=np.int64)
-    return np.where(numbers == NONE, 0, device.blocks.size_bytes[np.maximum(numbers, 0)])
 
 
 def _segments_before(device: DeviceHistory) -> dict[int, int]:

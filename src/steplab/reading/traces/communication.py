@@ -44,12 +44,14 @@ def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
         last_ns = int(max(activity.end_ns.max(), sent.end_ns.max() if len(sent.end_ns) else 0))
         steps_ns = last_ns - int(activity.start_ns.min())
     else:
-        begins_ns = int(activity.start_ns[activity.step == last_step].min())
-        ends_ns = int(activity.end_ns[activity.step == last_step].max())
+        # The device may wait between steps, so each counts by itself.
+        works = [activity.where(activity.step == step) for step in np.unique(activity.step)]
+        spans_ns = [(int(work.start_ns.min()), int(work.end_ns.max())) for work in works]
+        begins_ns, ends_ns = spans_ns[-1]
         # Late work on a phase's own streams may leave it an empty window at the end.
         windows = [window for window in cut(activity) if window.step == last_step and window.end_ns > window.start_ns]
         phases = [(host.phase_names[w.phase], max(w.start_ns, begins_ns), w.end_ns) for w in windows]
-        steps_ns = sum(_lasts_ns(activity, step) for step in np.unique(activity.step).tolist())
+        steps_ns = sum(end_ns - start_ns for start_ns, end_ns in spans_ns)
     pieces = {
         row: shown.where((shown.start_ns >= begins_ns) & (shown.start_ns < ends_ns))
         for row, shown in ((COMPUTE_ROW, drawn), (COMMUNICATION_ROW, sent))
@@ -61,12 +63,6 @@ def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
         overlapped_s=overlap(sent.intervals, computed.intervals) / num_steps / 1e9,
         timeline=_timeline(pieces, phases, begins_ns, ends_ns),
     )
-
-
-def _lasts_ns(activity: Activity, step: int) -> int:
-    """Mean time from a step's first work to its last; the device may wait between steps."""
-    mine = activity.step == step
-    return int(activity.end_ns[mine].max() - activity.start_ns[mine].min())
 
 
 def sent_in(activity: Activity, trace: Trace, host: Host) -> tuple[Pieces, Pieces]:

@@ -94,13 +94,11 @@ class Nesting:
     @property
     def segments(self) -> tuple[Column, Column, Column]:
         """Start, end and index of each stretch of time with the same innermost interval, one thread after another."""
-        parts: list[tuple[Column, Column, Column]] = []
+        none = np.zeros(0, dtype=np.int64)
+        parts: list[tuple[Column, Column, Column]] = [(none, none, none)]
         for borders_ns, owners in self._borders.values():
             owned = (owners[:-1] != NONE) & (borders_ns[1:] > borders_ns[:-1])
             parts.append((borders_ns[:-1][owned], borders_ns[1:][owned], owners[:-1][owned]))
-        if not parts:
-            empty = np.zeros(0, dtype=np.int64)
-            return empty, empty, empty
         starts, ends, owners = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return starts, ends, owners
 

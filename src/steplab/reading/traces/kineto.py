@@ -87,11 +87,7 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace:
     elif source.damage:
         builder.damage.append(source.damage)
     builder.notes += builder.damage
-    left_out = {
-        "are not valid JSON": document.num_unreadable,
-        "have no start or duration": collector.num_untimed,
-        "have a negative duration": collector.num_negative,
-    }
+    left_out = {"are not valid JSON": document.num_unreadable, **collector.left_out}
     told = [f"events left out because they {why}: {count}" for why, count in left_out.items() if count]
     builder.notes += told
     if collector.has_lost_work:
@@ -119,8 +115,8 @@ class Collector:
         self.builder = TraceBuilder("kineto")
         self.num_events = 0
         self.num_kept = 0
-        self.num_untimed = 0
-        self.num_negative = 0
+        self.left_out = Counter[str]()
+        """Number of events without usable times, by reason."""
         self.has_lost_work = False
         self.unknown = Counter[str]()
         self.further_steps = list[Event]()
@@ -162,8 +158,8 @@ class Collector:
         untimed = impossible | (duration_ns == MISSING)
         dropped = untimed | (duration_ns < 0)
         if dropped.any():
-            self.num_untimed += int(untimed.sum())
-            self.num_negative += int((dropped & ~untimed).sum())
+            self.left_out["have no start or duration"] += int(untimed.sum())
+            self.left_out["have a negative duration"] += int((dropped & ~untimed).sum())
             self.has_lost_work |= bool(dropped[: sizes[0]].any())
             sizes = np.bincount(np.repeat(range(len(groups)), sizes)[~dropped], minlength=len(groups)).tolist()
             kept, start_ns, duration_ns = list(compress(kept, ~dropped)), start_ns[~dropped], duration_ns[~dropped]
