@@ -45,7 +45,7 @@ def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
         steps_ns = last_ns - int(activity.start_ns.min())
     else:
         # The device may wait between steps, so each counts by itself.
-        works = [activity.where(activity.step == step) for step in np.unique(activity.step)]
+        works = (activity.where(activity.step == step) for step in np.unique(activity.step))
         spans_ns = [(int(work.start_ns.min()), int(work.end_ns.max())) for work in works]
         begins_ns, ends_ns = spans_ns[-1]
         # Late work on a phase's own streams may leave it an empty window at the end.

@@ -145,7 +145,7 @@ class Document:
         if key is None:
             return False
         if self._next() != b":" or not key.startswith(b'"'):
-            self.damage = "the file stops being JSON"
+            self.damage = "the file stops being JSON" if self._next() else "the file ends early"
             return False
         window.start += 1
         name = json.loads(key.decode("utf-8", "replace"), strict=False)
