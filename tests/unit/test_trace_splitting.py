@@ -251,6 +251,23 @@ def test_text_that_stops_being_json_is_told() -> None:
         assert (len(sink.events), result.damage is not None) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("end", "damage"),
+    [
+        ('"z"', "the file ends early"),
+        ('"z', "the file ends early"),
+        ('"z":', "the file ends early"),
+        ('"z" 1}', "the file stops being JSON"),
+        ('"z", "y": 1}', "the file stops being JSON"),
+        ("1: 2}", "the file stops being JSON"),
+    ],
+)
+def test_a_member_without_a_whole_name_ends_the_reading(end: str, damage: str) -> None:
+    for chunk_bytes in (1, 1000):
+        sink, result = read(f'{{"traceEvents": [{{"ts": 1}}], {end}', chunk_bytes)
+        assert (sink.events, result.damage) == ([{"ts": 1}], damage)
+
+
 def in_the_way(num_elements: int) -> dict[str, str]:
     event, bad = '\n  {\n    "ph": "X", "ts": 1\n  },', '\n  {\n    "ph": "a"b"\n  },'
     events = 3 * event

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from steplab.records.failure import Outcome
-from steplab.records.timing import PhaseSamples
 from steplab.specs.step_fields import Scalar
 
 Item = TypeVar("Item")
@@ -41,17 +40,6 @@ class MeasuredCell:
     """Cell name for tables; empty: the record has one cell."""
     figures: tuple[MeasuredFigure, ...] = ()
     failure: str | None = None
-
-
-def of_phase(phase: PhaseSamples) -> MeasuredFigure:
-    whole = phase.phase == "step"
-    return MeasuredFigure(
-        name="step time" if whole else phase.phase,
-        group="time" if whole else "phase",
-        unit="s",
-        samples=phase.best_s,
-        decides=whole,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from steplab.records.figure import Figure, Group, MeasuredCell, MeasuredFigure, of_phase, values
-from steplab.records.profile import CATEGORIES
+from steplab.records.figure import Figure, Group, MeasuredCell, MeasuredFigure, values
+from steplab.records.profile import CATEGORIES, Profile
 from steplab.records.record import Benchmark, Record, StepRecord
 from steplab.records.run import Run
 from steplab.records.run_figures import RUN_FIGURES
@@ -109,17 +109,18 @@ def _figures(run: Run) -> Iterator[MeasuredFigure]:
     if run.memory_profile:
         for category, held in run.memory_profile.at_peak.items():
             yield _single(category.replace("_", " "), "category", "bytes", float(held))
-    yield from _profiled(run)
+    if run.profile:
+        yield from _profiled(run.profile)
 
 
-def _times(run: Run, row: dict[str, Scalar]) -> Iterator[MeasuredFigure]:
-    if not run.timing:
-        return
-    for phase in run.timing.back_to_back:
+def _times(run: Run, row: Row) -> Iterator[MeasuredFigure]:
+    for phase in run.timing.back_to_back if run.timing else ():
         if not phase.best_s or not all(phase.best_s):
             continue
-        yield of_phase(phase)
         whole = phase.phase == "step"
+        group: Group = "time" if whole else "phase"
+        name = "step time" if whole else phase.phase
+        yield MeasuredFigure(name=name, group=group, unit="s", samples=phase.best_s, decides=whole)
         if whole and run.tokens_per_step:
             rates = tuple(run.tokens_per_step / step_s for step_s in phase.best_s)
             yield MeasuredFigure(name="tokens per second", group="speed", unit="tokens/s", samples=rates)
@@ -132,10 +133,7 @@ def _times(run: Run, row: dict[str, Scalar]) -> Iterator[MeasuredFigure]:
         yield _single("compile time", "time", "s", compile_s)
 
 
-def _profiled(run: Run) -> Iterator[MeasuredFigure]:
-    profile = run.profile
-    if profile is None:
-        return
+def _profiled(profile: Profile) -> Iterator[MeasuredFigure]:
     steps = profile.num_steps
     for category in CATEGORIES:
         if total_s := profile.category_s(category):

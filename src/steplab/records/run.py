@@ -205,9 +205,8 @@ class Run(StepRecord):
             step = self.timing.phase("step")
             if self.turns and step and self.turns.num_steps != len(step.best_s):
                 yield ".turns", f"has other than the {len(step.best_s)} steps of .timing"
-            for index, phase in enumerate(self.timing.back_to_back):
-                if self.spec:
-                    yield from known(f".timing.back_to_back[{index}].phase", phase.phase, STEP_PHASES)
+            for index, phase in enumerate(self.timing.back_to_back if self.spec else ()):
+                yield from known(f".timing.back_to_back[{index}].phase", phase.phase, STEP_PHASES)
         yield from numbered(
             ".ranks", [rank.rank for rank in self.ranks], self.spec.layout.world_size if self.spec else None
         )

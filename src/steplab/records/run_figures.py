@@ -1,16 +1,13 @@
 """Figures of a run, each declared once with its value and format. Rows and table columns derive from them."""
 
 from collections.abc import Callable
+from functools import partial
 
 from steplab.records.disturbances import disturbance_words
 from steplab.records.figure import Figure
 from steplab.records.run import Run
 from steplab.records.timing import Energy
 from steplab.specs.step_fields import Scalar
-
-
-def _phase(name: str) -> Callable[[Run], float | None]:
-    return lambda run: run.phase_s(name)
 
 
 def _end_of_interval(number: int) -> Callable[[Run], float | None]:
@@ -64,11 +61,11 @@ RUN_FIGURES: tuple[Figure[Run], ...] = (
     Figure(key="step_time_low_s", find=_end_of_interval(0)),
     Figure(key="step_time_high_s", find=_end_of_interval(1)),
     Figure(key="warnings", header="warning", is_words=True, find=disturbance_words, rank=1, shared="warning: {}"),
-    Figure(key="forward_s", header="forward", find=_phase("forward"), rank=5),
-    Figure(key="backward_s", header="backward", find=_phase("backward"), rank=5),
-    Figure(key="pipeline_s", header="pipeline", find=_phase("pipeline"), rank=5),
-    Figure(key="gradient_sync_s", header="sync", find=_phase("gradient sync"), rank=5),
-    Figure(key="optimizer_s", header="opt. step", find=_phase("optimizer"), rank=5),
+    Figure(key="forward_s", header="forward", find=partial(Run.phase_s, name="forward"), rank=5),
+    Figure(key="backward_s", header="backward", find=partial(Run.phase_s, name="backward"), rank=5),
+    Figure(key="pipeline_s", header="pipeline", find=partial(Run.phase_s, name="pipeline"), rank=5),
+    Figure(key="gradient_sync_s", header="sync", find=partial(Run.phase_s, name="gradient sync"), rank=5),
+    Figure(key="optimizer_s", header="opt. step", find=partial(Run.phase_s, name="optimizer"), rank=5),
     Figure(key="compile_s", header="compile time", find=_compile_s, rank=6),
     Figure(key="tokens_per_s", header="tokens/s", find=_tokens_per_s, rank=3),
     Figure(key="energy_per_step_j", find=lambda run: energy.per_step_j if (energy := _energy(run)) else None),

@@ -11,23 +11,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct, convert
 
-from steplab.reading.snapshots.history import (
-    ACTIONS,
-    ALLOCATED,
-    AWAITING_FREE,
-    INACTIVE,
-    NONE,
-    OTHER,
-    AllocatorSettings,
-    Blocks,
-    DeviceHistory,
-    Events,
-    Frame,
-    History,
-    Integers,
-    Numbers,
-    Segments,
-)
+from steplab.reading.snapshots import history
+from steplab.reading.snapshots.history import NONE, Blocks, DeviceHistory, Events, Frame, History, Integers, Segments
 from steplab.records.memory_marks import Natural
 
 
@@ -41,12 +26,12 @@ def expect(condition: bool, why: str) -> None:
 
 
 _STATES = {
-    "inactive": INACTIVE,
-    "active_allocated": ALLOCATED,
-    "active_pending_free": AWAITING_FREE,
-    "active_awaiting_free": AWAITING_FREE,  # the name in torch's docstring
+    "inactive": history.INACTIVE,
+    "active_allocated": history.ALLOCATED,
+    "active_pending_free": history.AWAITING_FREE,
+    "active_awaiting_free": history.AWAITING_FREE,  # the name in torch's docstring
 }
-_CODES = {name: code for code, name in enumerate(ACTIONS)}
+_CODES = {name: code for code, name in enumerate(history.ACTIONS)}
 _HIGHEST = 2**63 - 1
 _NARROW = {"state": np.int8, "stack": np.int32, "is_expandable": np.bool_}
 
@@ -114,26 +99,18 @@ def build_history(snapshot: object) -> History:
     stacks = _Stacks()
     try:
         found = convert(snapshot, _Snapshot)
-        events = {index: _events(trace, stacks) for index, trace in enumerate(found.device_traces)}
-        held = _held(found.segments, stacks)
+        traces = {index: trace for index, trace in enumerate(found.device_traces) if trace}
+        segments = defaultdict[int, list[_Segment]](list)
+        for segment in found.segments:
+            segments[segment.device or 0].append(segment)
+        devices = [
+            _device(index, traces.get(index, ()), segments[index], stacks)
+            for index in sorted(traces.keys() | segments.keys())
+        ]
     except (msgspec.ValidationError, RecursionError) as error:
         raise Refused(f"it is a pickle without a memory snapshot: {error}") from error
-    devices = sorted(held.keys() | {index for index, trace in events.items() if len(trace)})
-    none = _events([], stacks)
-    no_segments, no_blocks = _columns(Segments, []), _columns(Blocks, [])
-    return History(
-        devices=tuple(
-            DeviceHistory(
-                index=index,
-                events=events.get(index, none),
-                segments=held[index][0] if index in held else no_segments,
-                blocks=held[index][1] if index in held else no_blocks,
-            )
-            for index in devices
-        ),
-        stacks=stacks.all(),
-        settings=_settings(found.allocator_settings or _Settings()),
-    )
+    settings = _settings(found.allocator_settings or _Settings())
+    return History(devices=tuple(devices), stacks=stacks.all(), settings=settings)
 
 
 class _Stacks:
@@ -146,7 +123,7 @@ class _Stacks:
         self._of_identities: dict[tuple[int, ...], int] = {}
         self._numbers: dict[tuple[Frame, ...], int] = {}
 
-    def of(self, frames: Sequence[object]) -> Numbers:
+    def of(self, frames: Sequence[object]) -> history.Numbers:
         identities, known = list(map(id, frames)), self._of_list
         for identity, each in dict(zip(identities, frames, strict=True)).items():
             if identity not in known:
@@ -172,7 +149,7 @@ def _text(text: str) -> str:
 
 def _events(trace: Sequence[_Event], stacks: _Stacks) -> Events:
     return Events(
-        action=np.fromiter((_CODES.get(event.action, OTHER) for event in trace), np.int8, len(trace)),
+        action=np.fromiter((_CODES.get(event.action, history.OTHER) for event in trace), np.int8, len(trace)),
         address=_integers([event.addr for event in trace], NONE),
         size_bytes=_integers([event.size for event in trace], NONE),
         stream=_integers([event.stream for event in trace], 0),
@@ -185,21 +162,17 @@ def _integers(values: list[int | None], absent: int) -> Integers:
     return np.array([absent if value is None else value for value in values], dtype=np.int64)
 
 
-def _held(segments: Sequence[_Segment], stacks: _Stacks) -> dict[int, tuple[Segments, Blocks]]:
-    of_device = defaultdict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]](lambda: ([], []))
+def _device(index: int, trace: Sequence[_Event], segments: Sequence[_Segment], stacks: _Stacks) -> DeviceHistory:
+    events = _events(trace, stacks)
+    blocks = list[tuple[int, ...]]()
     for segment in segments:
-        segment_rows, block_rows = of_device[segment.device or 0]
         address = segment.address
         for block in segment.blocks:
-            row = _block(block, address, stacks)
-            block_rows.append(row)
-            address = row[0] + row[1]  # older snapshots have no addresses of blocks
+            blocks.append(_block(block, address, stacks))
+            address = sum(blocks[-1][:2])  # older snapshots have no addresses of blocks
             expect(address <= _HIGHEST, "the end of a block is not a number of 64 bits")
-        segment_rows.append((segment.address, segment.total_size, segment.is_expandable))
-    return {
-        index: (_columns(Segments, segment_rows), _columns(Blocks, block_rows))
-        for index, (segment_rows, block_rows) in of_device.items()
-    }
+    rows = [(segment.address, segment.total_size, segment.is_expandable) for segment in segments]
+    return DeviceHistory(index=index, events=events, segments=_columns(Segments, rows), blocks=_columns(Blocks, blocks))
 
 
 def _block(block: _Block, address: int, stacks: _Stacks) -> tuple[int, ...]:
@@ -209,7 +182,7 @@ def _block(block: _Block, address: int, stacks: _Stacks) -> tuple[int, ...]:
         address if block.address is None else block.address,
         block.size,
         block.size if requested is None else requested,
-        _STATES.get(block.state, INACTIVE),
+        _STATES.get(block.state, history.INACTIVE),
         int(stacks.of([old.frames if block.frames is None else block.frames])[0]),
     )
 
@@ -225,8 +198,8 @@ def _columns(kind: type[_Kind], rows: Sequence[tuple[int, ...]]) -> _Kind:
     )
 
 
-def _settings(settings: _Settings) -> AllocatorSettings:
-    return AllocatorSettings(
+def _settings(settings: _Settings) -> history.AllocatorSettings:
+    return history.AllocatorSettings(
         max_split_bytes=max(settings.max_split_size or 0, 0) or None,
         expandable_segments=settings.expandable_segments,
         roundup_divisions=tuple(settings.roundup_power2_divisions.values()),

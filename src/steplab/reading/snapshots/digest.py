@@ -2,46 +2,21 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from steplab.errors import SteplabError, UserError
-from steplab.reading.snapshots.history import (
-    ALLOC,
-    FREE_COMPLETED,
-    NONE,
-    OOM,
-    Codes,
-    DeviceHistory,
-    Events,
-    Flags,
-    History,
-    Integers,
-)
+from steplab.reading.snapshots import timeline
+from steplab.reading.snapshots.history import ALLOC, FREE_COMPLETED, NONE, OOM, Codes, DeviceHistory, History, Integers
 from steplab.reading.snapshots.made import Origin, Origins
 from steplab.reading.snapshots.replay import Lifetimes, replay, reserved_peak_bytes
-from steplab.reading.snapshots.timeline import (
-    Positions,
-    Residents,
-    bytes_over_time,
-    phase_moments,
-    phase_records,
-    timeline,
-)
+from steplab.reading.snapshots.timeline import Positions, Residents
+from steplab.records import memory_profile
 from steplab.records.memory_marks import MARKS_SCHEMA, Marks, Saved, Stretch, history_digest
-from steplab.records.memory_profile import (
-    MEASURED_CATEGORIES,
-    UNNAMED_CATEGORIES,
-    Allocation,
-    BlockMemory,
-    LeftOut,
-    MemoryProfile,
-    SavedTensors,
-    tensor_bytes,
-)
+from steplab.records.memory_profile import MEASURED_CATEGORIES, UNNAMED_CATEGORIES, LeftOut, MemoryProfile
 from steplab.records.module_names import without_numbers
 from steplab.units import counted, format_bytes
 from steplab.unpacking import small_file
@@ -91,7 +66,12 @@ def _why_not_of(marks: Marks, device: DeviceHistory | None) -> str | None:
     if marks.history_sha256 is None and not num_counted:
         return "it does not name its snapshot"
     of_blocks = events.action <= FREE_COMPLETED
-    if marks.history_sha256 not in (None, _digest(events, of_blocks)):
+    found_sha256 = history_digest(
+        events.action[of_blocks].tobytes(),  # one byte each; ACTIONS begins with BLOCK_ACTIONS
+        events.address[of_blocks].astype("<i8").tobytes(),
+        events.size_bytes[of_blocks].astype("<i8").tobytes(),
+    )
+    if marks.history_sha256 not in (None, found_sha256):
         return "it belongs to another snapshot: its digest differs from the snapshot's history"
     if num_counted and bool((np.array(marks.block_bytes, dtype=np.int64) < allocated).any()):
         return "it belongs to another snapshot: a block is smaller than in the snapshot"
@@ -103,14 +83,6 @@ def _why_not_of(marks: Marks, device: DeviceHistory | None) -> str | None:
     if in_phases and not any(owner.category == "parameters" for owner in marks.owned):
         return "it is damaged: it has phases of the step but no parameters of the model"
     return None
-
-
-def _digest(events: Events, of_blocks: Flags) -> str:
-    return history_digest(
-        events.action[of_blocks].tobytes(),  # one byte each; ACTIONS begins with BLOCK_ACTIONS
-        events.address[of_blocks].astype("<i8").tobytes(),
-        events.size_bytes[of_blocks].astype("<i8").tobytes(),
-    )
 
 
 MOST_GROUPS = 100
@@ -136,19 +108,17 @@ class SavedMemory:
             storage = (piece, 0) if piece != NONE else (NONE, saved.address)
             counts = category != "parameters" and storage not in seen
             seen.add(storage)
-            yield saved, category, self._asked_bytes(saved, piece) if counts else 0
+            # Requested bytes of a storage, as in categories; the marks' size if its allocation is unknown.
+            asked_bytes = saved.storage_bytes if piece == NONE else int(self._lifetimes.requested_bytes[piece])
+            yield saved, category, asked_bytes if counts else 0
 
-    def _asked_bytes(self, saved: Saved, piece: int) -> int:
-        """Requested bytes of a storage, as in categories; the marks' size if its allocation is unknown."""
-        return saved.storage_bytes if piece == NONE else int(self._lifetimes.requested_bytes[piece])
-
-    def groups(self) -> tuple[tuple[SavedTensors, ...], LeftOut | None]:
+    def groups(self) -> tuple[tuple[memory_profile.SavedTensors, ...], LeftOut | None]:
         sums = defaultdict[tuple[str, str, tuple[int, ...], str, str], list[int]](list)
         for saved, category, stored_bytes in self._rows:
             alike = (without_numbers(saved.module), saved.op, tuple(saved.shape), saved.dtype, category)
             sums[alike].append(stored_bytes)
         found = [
-            SavedTensors(
+            memory_profile.SavedTensors(
                 module=module,
                 op=op,
                 shape=shape,
@@ -163,9 +133,9 @@ class SavedMemory:
         beyond = [group.stored_bytes for group in found[MOST_GROUPS:]]
         return tuple(found[:MOST_GROUPS]), _left_out(beyond)
 
-    def blocks(self) -> tuple[tuple[BlockMemory, ...], LeftOut | None]:
+    def blocks(self) -> tuple[tuple[memory_profile.BlockMemory, ...], LeftOut | None]:
         emitted = self._gradient_bytes()
-        found = dict[tuple[object, ...], BlockMemory]()
+        found = dict[tuple[object, ...], memory_profile.BlockMemory]()
         for module, (shape, dtype) in self._marks.block_inputs.items():
             inside = f"{module}."
             kept = sum(
@@ -173,11 +143,11 @@ class SavedMemory:
                 for saved, category, stored_bytes in self._rows
                 if category == "activations" and (saved.module == module or saved.module.startswith(inside))
             )
-            block = BlockMemory(
+            block = memory_profile.BlockMemory(
                 module=module,
                 saved_bytes=kept,
                 gradient_bytes=sum(n for name, n in emitted.items() if name.startswith(inside)) if emitted else None,
-                input_bytes=tensor_bytes(shape, dtype),
+                input_bytes=memory_profile.tensor_bytes(shape, dtype),
                 input_shape=tuple(shape),
                 input_dtype=dtype,
             )
@@ -207,28 +177,23 @@ _MOST_KINDS = 50_000
 
 def largest(
     lifetimes: Lifetimes, codes: Codes, names: Sequence[str], origins: Origins, peak_moment: int
-) -> tuple[Allocation, ...]:
+) -> tuple[memory_profile.Allocation, ...]:
     """Group similar allocations, by total bytes: first those alive at the peak, then others."""
-    alive = alive_at(lifetimes, peak_moment)
+    alive = lifetimes.alive_at(peak_moment)
     at_peak = _groups(np.flatnonzero(alive), lifetimes, codes, names, origins, at_peak=True)
     others = _groups(np.flatnonzero(~alive), lifetimes, codes, names, origins, at_peak=False)
     return (*_most(at_peak, _MOST_AT_PEAK), *others[:_MOST_OTHERS])
 
 
-def _most(groups: list[Allocation], limit: int) -> list[Allocation]:
+def _most(groups: list[memory_profile.Allocation], limit: int) -> list[memory_profile.Allocation]:
     chosen = groups[:limit]
     widest = max(groups, key=lambda group: group.requested_bytes, default=None)
     return chosen if widest is None or widest in chosen else [*chosen[:-1], widest]
 
 
-def alive_at(lifetimes: Lifetimes, moment: int) -> Flags:
-    alive: Flags = (lifetimes.start < moment) & (lifetimes.end >= moment)
-    return alive
-
-
 def _groups(
     pieces: Integers, lifetimes: Lifetimes, codes: Codes, names: Sequence[str], origins: Origins, *, at_peak: bool
-) -> list[Allocation]:
+) -> list[memory_profile.Allocation]:
     counts, totals = Counter[_Alike](), Counter[_Alike]()
     modules = defaultdict[_Alike, set[str | None]](set)
     for piece, count, total_bytes in _kinds(pieces, lifetimes, codes, origins):
@@ -240,7 +205,7 @@ def _groups(
         modules[alike].add(origin.module)
     ordered = sorted(counts, key=lambda alike: -totals[alike])
     return [
-        Allocation(
+        memory_profile.Allocation(
             requested_bytes=requested,
             block_bytes=totals[alike] // counts[alike],
             category=names[code],
@@ -273,11 +238,8 @@ def _kinds(pieces: Integers, lifetimes: Lifetimes, codes: Codes, origins: Origin
     yield from zip(pieces[order[begins[kept]]].tolist(), counts[kept].tolist(), total_bytes[kept].tolist(), strict=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Replayed:
-    device: DeviceHistory
-    lifetimes: Lifetimes
-    allocated_bytes: Integers
+_Replayed = tuple[DeviceHistory, Lifetimes, Integers]
+"""A device, lifetimes of its memory, and its allocated bytes at every moment."""
 
 
 def digest(history: History, marks: Marks | None, *, unwatched_peak_bytes: int | None = None) -> MemoryProfile:
@@ -286,8 +248,7 @@ def digest(history: History, marks: Marks | None, *, unwatched_peak_bytes: int |
 
     Raises SteplabError if nothing was allocated.
     """
-    replayed = _chosen(history, marks)
-    device, lifetimes, allocated_bytes = replayed.device, replayed.lifetimes, replayed.allocated_bytes
+    replayed = device, lifetimes, allocated_bytes = _chosen(history, marks)
     positions = Positions(device.events)
     residents = Residents(lifetimes, positions)
     names = MEASURED_CATEGORIES if marks else UNNAMED_CATEGORIES
@@ -297,7 +258,7 @@ def digest(history: History, marks: Marks | None, *, unwatched_peak_bytes: int |
     at_peak = _origin_at(peak, lifetimes, origins)
     phases = marks.phases if marks else ()
     given_up = np.sort(lifetimes.end[codes == names.index("gradients")]) if marks else np.zeros(0, dtype=np.int64)
-    moments = phase_moments(phases, positions, given_up)
+    moments = timeline.phase_moments(phases, positions, given_up)
     memory = SavedMemory(marks, lifetimes, codes, residents) if marks else None
     saved, saved_left_out = memory.groups() if memory else ((), None)
     blocks, blocks_left_out = memory.blocks() if memory else ((), None)
@@ -314,8 +275,8 @@ def digest(history: History, marks: Marks | None, *, unwatched_peak_bytes: int |
         unwatched_peak_bytes=unwatched_peak_bytes,
         reserved_bytes=marks.reserved_bytes if marks else reserved_peak_bytes(device),
         outside_bytes=marks.outside_bytes if marks else None,
-        timeline=timeline(lifetimes, codes, names, positions, allocated_bytes, moments),
-        phases=phase_records(moments, phases, positions, allocated_bytes),
+        timeline=timeline.timeline(lifetimes, codes, names, positions, allocated_bytes, moments),
+        phases=timeline.phase_records(moments, phases, positions, allocated_bytes),
         largest=largest(lifetimes, codes, names, origins, peak),
         saved=saved,
         saved_left_out=saved_left_out,
@@ -329,13 +290,10 @@ def digest(history: History, marks: Marks | None, *, unwatched_peak_bytes: int |
 
 def _chosen(history: History, marks: Marks | None) -> _Replayed:
     devices = [device for device in history.devices if marks is None or device.index == marks.device_index]
-    best: _Replayed | None = None
-    for device in devices:
-        lifetimes = _sized(replay(device, history.settings), marks)
-        allocated_bytes = bytes_over_time(lifetimes, lifetimes.block_bytes)
-        if best is None or allocated_bytes.max() > best.allocated_bytes.max():
-            best = _Replayed(device=device, lifetimes=lifetimes, allocated_bytes=allocated_bytes)
-    if best is None or not len(best.lifetimes):
+    replayed = ((device, _sized(replay(device, history.settings), marks)) for device in devices)
+    measured = ((device, of, timeline.bytes_over_time(of, of.block_bytes)) for device, of in replayed)
+    best = max(measured, key=lambda each: each[2].max(), default=None)
+    if best is None or not len(best[1]):
         raise SteplabError("the snapshot contains no allocations")
     return best
 
@@ -354,14 +312,15 @@ def _origin_at(moment: int, lifetimes: Lifetimes, origins: Origins) -> Origin:
 
 
 def _by_category(lifetimes: Lifetimes, codes: Codes, names: Sequence[str], moment: int) -> dict[str, int]:
-    alive = alive_at(lifetimes, moment)
+    alive = lifetimes.alive_at(moment)
     requested = lifetimes.requested_bytes[alive]
     sums = {name: int(requested[codes[alive] == code].sum()) for code, name in enumerate(names)}
     return sums | {"rounding": int((lifetimes.block_bytes[alive] - requested).sum())}
 
 
 def _notes(history: History, marks: Marks | None, replayed: _Replayed, positions: Positions) -> Iterator[str]:
-    events = replayed.device.events
+    device, lifetimes, allocated_bytes = replayed
+    events = device.events
     if not len(events):
         yield "history: missing in the snapshot; figures show memory at its end"
     elif positions.by_event:
@@ -373,21 +332,20 @@ def _notes(history: History, marks: Marks | None, replayed: _Replayed, positions
                 f"marks: {counted_allocations} allocations were counted during the step, the history has "
                 f"{positions.num_allocations}, so owners are uncertain"
             )
-        elsewhere = (marks.counted_peak_bytes or 0) - int(replayed.allocated_bytes.max())
+        elsewhere = (marks.counted_peak_bytes or 0) - int(allocated_bytes.max())
         if marks.counted_peak_bytes is not None and elsewhere:
             sign = "more" if elsewhere > 0 else "less"
             yield f"peak: the allocator itself counted {format_bytes(abs(elsewhere))} {sign}"
     elif len(history.devices) > 1:
-        others = ", ".join(f"cuda:{d.index}" for d in history.devices if d is not replayed.device)
-        shown = f"cuda:{replayed.device.index}"
-        yield f"devices: figures show {shown}, with the highest peak; the snapshot also has {others}"
+        others = ", ".join(f"cuda:{other.index}" for other in history.devices if other is not device)
+        yield f"devices: figures show cuda:{device.index}, with the highest peak; the snapshot also has {others}"
     refused = events.size_bytes[events.action == OOM]
     if len(refused):
         yield (
             f"out of memory: {counted(len(refused), 'allocation')} failed, the largest with "
             f"{format_bytes(int(refused.max()))}"
         )
-    yield from replayed.lifetimes.notes
+    yield from lifetimes.notes
 
 
 def unnamed_categories(lifetimes: Lifetimes) -> Codes:
@@ -405,9 +363,8 @@ def categories(lifetimes: Lifetimes, marks: Marks, positions: Positions, residen
         made = (ordinals >= stretch.start) & (ordinals < stretch.end)
         kept = lifetimes.end >= positions.last_moment(stretch.end)
         codes[made & kept & (lifetimes.end < lifetimes.num_events)] = MEASURED_CATEGORIES.index("activations")
-    owned = [owner for owner in marks.owned if owner.category in MEASURED_CATEGORIES]
-    pieces = residents.find([owner.address for owner in owned], [owner.position for owner in owned])
-    for piece, owner in reversed(list(zip(pieces.tolist(), owned, strict=True))):
+    pieces = residents.find([owner.address for owner in marks.owned], [owner.position for owner in marks.owned])
+    for piece, owner in reversed(list(zip(pieces.tolist(), marks.owned, strict=True))):
         if piece != NONE:
             codes[piece] = MEASURED_CATEGORIES.index(owner.category)
     return codes

@@ -91,10 +91,9 @@ class Origins:
 
     def kinds(self, pieces: Integers) -> list[Integers]:
         ordinals = self._ordinals[pieces]
-        known = np.maximum(ordinals, 0)
         columns = [self._stack[pieces].astype(np.int64)]
         for numbers in (self._phases, self._modules, self._operators):
-            columns.append(np.where(ordinals == NONE, NONE, numbers[known] if len(numbers) else NONE))
+            columns.append(np.append(numbers, NONE)[ordinals])
         tensors = dict[tuple[object, ...], int]()
         kind_of = {
             piece: tensors.setdefault((made.op, made.shape, made.dtype), len(tensors))

@@ -14,25 +14,8 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from steplab.reading.snapshots.history import (
-    ALLOC,
-    ALLOCATED,
-    AWAITING_FREE,
-    FREE_COMPLETED,
-    FREE_REQUESTED,
-    NONE,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
-    SEGMENT_MAP,
-    SEGMENT_UNMAP,
-    AllocatorSettings,
-    Blocks,
-    DeviceHistory,
-    Events,
-    Flags,
-    Integers,
-    Numbers,
-)
+from steplab.reading.snapshots import history
+from steplab.reading.snapshots.history import ALLOC, FREE_COMPLETED, FREE_REQUESTED, NONE, DeviceHistory, Integers
 from steplab.units import KIB, MIB, counted
 
 SMALLEST_BYTES = KIB // 2
@@ -44,7 +27,7 @@ OVERSIZE_BYTES = 20 * MIB
 """Largest excess of an unsplit block over the request, in bytes."""
 
 
-def rounded_sizes(requested_bytes: Integers, settings: AllocatorSettings) -> Integers:
+def rounded_sizes(requested_bytes: Integers, settings: history.AllocatorSettings) -> Integers:
     """Requested sizes rounded up as the allocator does before it looks for a block."""
     rounded = np.maximum(-(-requested_bytes // SMALLEST_BYTES), 1) * SMALLEST_BYTES
     if not any(settings.roundup_divisions):
@@ -60,7 +43,7 @@ def rounded_sizes(requested_bytes: Integers, settings: AllocatorSettings) -> Int
 class LargePool:
     """Division of large segments into blocks, updated event by event."""
 
-    def __init__(self, settings: AllocatorSettings) -> None:
+    def __init__(self, settings: history.AllocatorSettings) -> None:
         self._most_split = settings.max_split_bytes
         self._free: dict[int, int] = {}
         self._free_before: dict[int, int] = {}
@@ -165,11 +148,15 @@ class Pieces:
     """Index of the allocating event; -1: before the history."""
     end: Integers
     """Index of the releasing event; the number of events if never released."""
-    stack: Numbers
+    stack: history.Numbers
     """Index into History.stacks of the allocation; NONE: unknown."""
 
     def __len__(self) -> int:
         return len(self.address)
+
+    def alive_at(self, moment: int) -> history.Flags:
+        alive: history.Flags = (self.start < moment) & (self.end >= moment)
+        return alive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +175,8 @@ class Awaited:
 
 def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
     events, blocks = device.events, device.blocks
-    rows = _by_address(events)
+    rows = np.flatnonzero(events.action <= FREE_COMPLETED)
+    rows = rows[np.argsort(events.address[rows], kind="stable")]
     action, address, size_bytes = events.action[rows], events.address[rows], events.size_bytes[rows]
     first = np.append(True, address[1:] != address[:-1])[: len(rows)]
     # Where requests are recorded, no completion directly follows an allocation.
@@ -198,7 +186,7 @@ def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
     ends: Integers = np.full(len(rows), len(events))
     ends[:-1] = np.where(first[1:], len(events), rows[1:])  # the next event at this address
     made = made[np.argsort(rows[made])]
-    kept = np.flatnonzero(~np.isin(blocks.address, address) & (blocks.state == ALLOCATED))
+    kept = np.flatnonzero(~np.isin(blocks.address, address) & (blocks.state == history.ALLOCATED))
     survivors = np.where(ends[made] == len(events), _numbers(blocks, address[made]), NONE)
     pieces = Paired(
         address=np.concatenate((blocks.address[kept], address[lost], address[made])),
@@ -211,27 +199,18 @@ def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
     )
     # A completion without its request frees memory that did not count at the start.
     completed = first & (action == FREE_COMPLETED) & (released_by == FREE_REQUESTED)
-    waiting = ~np.isin(blocks.address, address) & (blocks.state == AWAITING_FREE)
+    waiting = ~np.isin(blocks.address, address) & (blocks.state == history.AWAITING_FREE)
     return pieces, Awaited(
         address=np.concatenate((address[completed], blocks.address[waiting])),
         requested_bytes=np.concatenate((size_bytes[completed], blocks.requested_bytes[waiting])),
     )
 
 
-def _by_address(events: Events) -> Integers:
-    relevant = np.flatnonzero(events.action <= FREE_COMPLETED)
-    order: Integers = relevant[np.argsort(events.address[relevant], kind="stable")]
-    return order
-
-
-def _numbers(blocks: Blocks, addresses: Integers) -> Integers:
-    allocated = np.flatnonzero(blocks.state == ALLOCATED)
-    if not len(allocated):
-        return np.full(len(addresses), NONE)
+def _numbers(blocks: history.Blocks, addresses: Integers) -> Integers:
+    allocated = np.flatnonzero(blocks.state == history.ALLOCATED)
     allocated = allocated[np.argsort(blocks.address[allocated], kind="stable")]
-    place = np.minimum(np.searchsorted(blocks.address[allocated], addresses), len(allocated) - 1)
-    there: Flags = blocks.address[allocated[place]] == addresses
-    return np.where(there, allocated[place], NONE)
+    found = np.append(allocated, NONE)[np.searchsorted(blocks.address[allocated], addresses)]
+    return np.where(np.append(blocks.address, NONE)[found] == addresses, found, NONE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,7 +221,7 @@ class Lifetimes(Pieces):
     notes: tuple[str, ...] = field(default=())
 
 
-def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
+def replay(device: DeviceHistory, settings: history.AllocatorSettings) -> Lifetimes:
     pieces, awaited = pair(device)
     rounded = rounded_sizes(pieces.requested_bytes, settings)
     notes = list[str]()
@@ -252,8 +231,7 @@ def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
         blocks = rounded
     else:
         blocks, notes = _divided(device, settings, pieces, awaited, rounded)
-    held = pieces.block != NONE
-    blocks = np.where(held, device.blocks.size_bytes[pieces.block * held], blocks) if held.any() else blocks
+    blocks = np.where(pieces.block == NONE, blocks, np.append(device.blocks.size_bytes, NONE)[pieces.block])
     too_small = blocks < pieces.requested_bytes  # impossible in an allocator, but the file may be of another
     if too_small.any():
         blocks = np.where(too_small, rounded, blocks)
@@ -274,8 +252,8 @@ def reserved_peak_bytes(device: DeviceHistory) -> int | None:
     if not _has_segments(device):
         return None
     events = device.events
-    taken = (events.action == SEGMENT_ALLOC) | (events.action == SEGMENT_MAP)
-    given = (events.action == SEGMENT_FREE) | (events.action == SEGMENT_UNMAP)
+    taken = (events.action == history.SEGMENT_ALLOC) | (events.action == history.SEGMENT_MAP)
+    given = (events.action == history.SEGMENT_FREE) | (events.action == history.SEGMENT_UNMAP)
     change = np.where(taken, events.size_bytes, np.where(given, -events.size_bytes, 0))
     # Undoing the events from the known end gives the state before the first.
     later = np.cumsum(change[::-1])
@@ -287,17 +265,18 @@ def _has_segments(device: DeviceHistory) -> bool:
     size_bytes = device.segments.size_bytes
     if len(size_bytes):
         return bool(((size_bytes >= SEGMENT_BYTES) & (size_bytes % SMALLEST_BYTES == 0)).all())
-    return bool(np.isin(device.events.action, (SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)).any())
+    action = device.events.action
+    return bool(((action >= history.SEGMENT_ALLOC) & (action <= history.SEGMENT_UNMAP)).any())
 
 
-def _grows(device: DeviceHistory, settings: AllocatorSettings) -> bool:
+def _grows(device: DeviceHistory, settings: history.AllocatorSettings) -> bool:
     """True if segments grow by pages; their blocks are always split."""
-    mapped = device.segments.is_expandable.any() or (device.events.action == SEGMENT_MAP).any()
+    mapped = device.segments.is_expandable.any() or (device.events.action == history.SEGMENT_MAP).any()
     return settings.expandable_segments or bool(mapped)
 
 
 def _divided(
-    device: DeviceHistory, settings: AllocatorSettings, pieces: Paired, awaited: Awaited, rounded: Integers
+    device: DeviceHistory, settings: history.AllocatorSettings, pieces: Paired, awaited: Awaited, rounded: Integers
 ) -> tuple[Integers, list[str]]:
     sizes = rounded.copy()
     pool = LargePool(settings)
@@ -306,7 +285,7 @@ def _divided(
     # Without completions, a block is reusable from its release request on.
     released_by = FREE_COMPLETED if np.any(events.action == FREE_COMPLETED) else FREE_REQUESTED
     large = rounded_sizes(events.size_bytes, settings) > SMALL_POOL_BYTES
-    moves = np.isin(events.action, (SEGMENT_ALLOC, SEGMENT_FREE))
+    moves = np.isin(events.action, (history.SEGMENT_ALLOC, history.SEGMENT_FREE))
     rows = np.flatnonzero(moves | (large & np.isin(events.action, (ALLOC, released_by))))
     number_of = dict(zip(pieces.start.tolist(), range(len(pieces)), strict=True))
     unknown = 0
@@ -317,9 +296,9 @@ def _divided(
             found = pool.allocate(address, int(rounded[number]), number)
             unknown += found is None
             sizes[number] = found or rounded[number]
-        elif action == SEGMENT_ALLOC:
+        elif action == history.SEGMENT_ALLOC:
             pool.add_segment(address, size)
-        elif action == SEGMENT_FREE:
+        elif action == history.SEGMENT_FREE:
             pool.remove_segment(address)
         else:
             pool.release(address)
@@ -331,7 +310,7 @@ def _divided(
 def _begin(
     pool: LargePool,
     device: DeviceHistory,
-    settings: AllocatorSettings,
+    settings: history.AllocatorSettings,
     pieces: Paired,
     awaited: Awaited,
     sizes: Integers,
@@ -345,7 +324,7 @@ def _begin(
     ends = addresses + np.concatenate((sizes[old], rounded_sizes(awaited.requested_bytes, settings)))
     exact = np.concatenate((pieces.block[old], np.full(len(awaited.address), NONE)))
     numbers = np.concatenate((old, np.full(len(awaited.address), NONE)))
-    ends = np.where(exact != NONE, addresses + _block_sizes(device, exact), ends)
+    ends = np.where(exact != NONE, addresses + np.append(device.blocks.size_bytes, NONE)[exact], ends)
     order = np.argsort(addresses)
     addresses, ends, numbers, exact = addresses[order], ends[order], numbers[order], exact[order]
     for start, size in _segments_before(device).items():
@@ -368,20 +347,14 @@ def _begin(
     return unsure
 
 
-def _block_sizes(device: DeviceHistory, numbers: Integers) -> Integers:
-    if not len(device.blocks.size_bytes):
-        return np.zeros(len(numbers), dtype=np.int64)
-    return np.where(numbers == NONE, 0, device.blocks.size_bytes[np.maximum(numbers, 0)])
-
-
 def _segments_before(device: DeviceHistory) -> dict[int, int]:
     """Start and size of segments before the history: those at the end, with events undone."""
     events, segments = device.events, device.segments
     held = dict(zip(segments.address.tolist(), segments.size_bytes.tolist(), strict=True))
-    rows = np.flatnonzero(np.isin(events.action, (SEGMENT_ALLOC, SEGMENT_FREE)))[::-1]
+    rows = np.flatnonzero(np.isin(events.action, (history.SEGMENT_ALLOC, history.SEGMENT_FREE)))[::-1]
     columns = (events.action[rows], events.address[rows], events.size_bytes[rows])
     for action, address, size in zip(*(column.tolist() for column in columns), strict=True):
-        if action == SEGMENT_ALLOC:
+        if action == history.SEGMENT_ALLOC:
             held.pop(address, None)
         else:
             held[address] = size

@@ -25,19 +25,28 @@ _BOOKKEEPING = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Activity(Rows):
+class Pieces(Rows):
     end_ns: Column
     stream: Column
+    """Stream, or thread on a CPU."""
+    step: Column
+    category: Column
+
+    @property
+    def intervals(self) -> tuple[Column, Column]:
+        return self.start_ns, self.end_ns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activity(Pieces):
     launch_ns: Column
     """Start of the host call that launched the work; NONE: not in the trace."""
     launched_ns: Column
     call: Column
     """Number of the launching call, which distinguishes work of different launches."""
     op: Column
-    step: Column
     phase: Column
     path: Column
-    category: Column
     unseen: Column
     """1 if a CUDA graph launched since the previous row left no work in the trace; else 0."""
 
@@ -55,7 +64,7 @@ def device_activity(trace: Trace, host: Host) -> Activity:
     found = call != NONE
 
     def of_call(column: Column) -> Column:
-        return np.where(found, column[call], NONE) if len(column) else call
+        return np.append(column, NONE)[call]
 
     launch_ns, thread = of_call(calls.start_ns), of_call(calls.thread)
     step = _steps(trace, host, found, host.step_at(launch_ns), int(launch_ns[found].min(initial=2**62)))
@@ -65,10 +74,10 @@ def device_activity(trace: Trace, host: Host) -> Activity:
     return Activity(
         name=work.name,
         start_ns=work.start_ns,
-        end_ns=work.start_ns + work.duration_ns,
+        end_ns=work.end_ns,
         stream=work.stream,
         launch_ns=launch_ns,
-        launched_ns=of_call(calls.start_ns + calls.duration_ns),
+        launched_ns=of_call(calls.end_ns),
         call=call,
         op=host.op_at(launch_ns, thread),
         step=step,
@@ -127,7 +136,7 @@ def _steps(trace: Trace, host: Host, found: NDArray[np.bool_], step: Column, fir
         high = np.minimum.accumulate(np.where(known, of, len(starts_ns))[::-1])[::-1]
         lost = np.clip(ran_in[here], low, high)
         first = here[: (low == NONE).sum() + 1]
-        gaps_ns = work.start_ns[first[1:]] - (work.start_ns + work.duration_ns)[first[:-1]]
+        gaps_ns = work.start_ns[first[1:]] - work.end_ns[first[:-1]]
         queued = work.start_ns[here[0]] < first_launch_ns and (not len(gaps_ns) or np.median(gaps_ns) < _QUEUED_NS)
         is_tail = (low == NONE) & (high == 0) & queued
         step[here] = np.where(found[here], of, np.where(is_tail, NONE, lost))

@@ -5,12 +5,11 @@ where all work counts as communication. On a CPU a message is gloo's range on it
 """
 
 import re
-from dataclasses import dataclass
 
 import numpy as np
 
 from steplab.errors import SteplabError
-from steplab.reading.traces.activity import Activity, activity_of
+from steplab.reading.traces.activity import Activity, Pieces, activity_of
 from steplab.reading.traces.host import Host
 from steplab.reading.traces.intervals import length, overlap
 from steplab.reading.traces.trace import NONE, Column, Trace
@@ -25,21 +24,6 @@ _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
 _COMMUNICATION = CATEGORIES.index("communication")
 _FINEST = 4000
 """Share of the step below which the timeline draws no gap."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pieces:
-    start_ns: Column
-    end_ns: Column
-    category: Column
-
-    def within(self, low_ns: int, high_ns: int) -> "_Pieces":
-        kept = (self.start_ns >= low_ns) & (self.start_ns < high_ns)
-        return _Pieces(start_ns=self.start_ns[kept], end_ns=self.end_ns[kept], category=self.category[kept])
-
-    @property
-    def intervals(self) -> tuple[Column, Column]:
-        return self.start_ns, self.end_ns
 
 
 def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
@@ -60,13 +44,18 @@ def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
         last_ns = int(max(activity.end_ns.max(), sent.end_ns.max() if len(sent.end_ns) else 0))
         steps_ns = last_ns - int(activity.start_ns.min())
     else:
-        begins_ns = int(activity.start_ns[activity.step == last_step].min())
-        ends_ns = int(activity.end_ns[activity.step == last_step].max())
+        # The device may wait between steps, so each counts by itself.
+        works = (activity.where(activity.step == step) for step in np.unique(activity.step))
+        spans_ns = [(int(work.start_ns.min()), int(work.end_ns.max())) for work in works]
+        begins_ns, ends_ns = spans_ns[-1]
         # Late work on a phase's own streams may leave it an empty window at the end.
         windows = [window for window in cut(activity) if window.step == last_step and window.end_ns > window.start_ns]
         phases = [(host.phase_names[w.phase], max(w.start_ns, begins_ns), w.end_ns) for w in windows]
-        steps_ns = sum(_lasts_ns(activity, step) for step in np.unique(activity.step).tolist())
-    pieces = {COMPUTE_ROW: drawn.within(begins_ns, ends_ns), COMMUNICATION_ROW: sent.within(begins_ns, ends_ns)}
+        steps_ns = sum(end_ns - start_ns for start_ns, end_ns in spans_ns)
+    pieces = {
+        row: shown.where((shown.start_ns >= begins_ns) & (shown.start_ns < ends_ns))
+        for row, shown in ((COMPUTE_ROW, drawn), (COMMUNICATION_ROW, sent))
+    }
     return TracedSteps(
         num_steps=num_steps,
         step_s=steps_ns / num_steps / 1e9,
@@ -76,56 +65,31 @@ def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
     )
 
 
-def _lasts_ns(activity: Activity, step: int) -> int:
-    """Mean time from a step's first work to its last; the device may wait between steps."""
-    mine = activity.step == step
-    return int(activity.end_ns[mine].max() - activity.start_ns[mine].min())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
-    """Messages in steps (GPU kernels or CPU ranges), and the computation that may overlap them."""
-
-    start_ns: Column
-    end_ns: Column
-    lane: Column
-    """Stream, or thread on a CPU."""
-    name: Column
-    step: Column
-    computed: tuple[Column, Column]
-
-    @property
-    def intervals(self) -> tuple[Column, Column]:
-        return self.start_ns, self.end_ns
-
-
-def sent_in(activity: Activity, trace: Trace, host: Host) -> Sent:
-    """Messages and computation in `activity`, whose work must lie in steps."""
+def sent_in(activity: Activity, trace: Trace, host: Host) -> tuple[Pieces, Pieces]:
+    """Messages in steps (GPU kernels or CPU ranges), and the computation that may overlap them. The work of `activity`
+    must lie in steps.
+    """
     sends = activity.category == _COMMUNICATION
-    computing = ~sends & ~trace.named(activity.name, _TRANSFERS.match)
-    computed = activity.start_ns[computing], activity.end_ns[computing]
+    computed = activity.where(~sends & ~trace.named(activity.name, _TRANSFERS.match))
     if len(trace.work):
-        pieces = activity.where(sends)
-        lane, name, step = pieces.stream, pieces.name, pieces.step
-        return Sent(start_ns=pieces.start_ns, end_ns=pieces.end_ns, lane=lane, name=name, step=step, computed=computed)
-    ranges = trace.ranges
-    step = host.step_at(ranges.start_ns)
-    chosen = ranges.where(trace.named(ranges.name, _MESSAGE_RANGES.match) & (step != NONE))
-    return Sent(
-        start_ns=chosen.start_ns,
-        end_ns=chosen.start_ns + chosen.duration_ns,
-        lane=chosen.thread,
-        name=chosen.name,
-        step=host.step_at(chosen.start_ns),
-        computed=computed,
+        return activity.where(sends), computed
+    ranges, step = trace.ranges, host.step_at(trace.ranges.start_ns)
+    marked = Pieces(
+        name=ranges.name,
+        start_ns=ranges.start_ns,
+        end_ns=ranges.end_ns,
+        stream=ranges.thread,
+        step=step,
+        category=np.full(len(ranges), _COMMUNICATION),
     )
+    return marked.where(trace.named(ranges.name, _MESSAGE_RANGES.match) & (step != NONE)), computed
 
 
-def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
+def _rows_of_device(trace: Trace, activity: Activity) -> tuple[Pieces, Pieces, Pieces]:
     sends = activity.category == _COMMUNICATION
     sends |= np.isin(activity.stream, _carriers(trace, activity, sends))
     computes = ~sends & ~trace.named(activity.name, _TRANSFERS.match)
-    return _of(activity, sends), _of(activity, computes), _of(activity, ~sends)
+    return activity.where(sends), activity.where(computes), activity.where(~sends)
 
 
 def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
@@ -143,32 +107,22 @@ def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
     return np.array([stream for stream in carriers if stream != busiest], dtype=np.int64)
 
 
-def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
+def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[Pieces, Pieces, Pieces]:
     """Rows for a CPU: operators are computation, except calls that start a message."""
-    found = sent_in(activity, trace, host)
-    category = np.full(len(found.start_ns), _COMMUNICATION)
-    sent = _Pieces(start_ns=found.start_ns, end_ns=found.end_ns, category=category)
-    computed = _of(activity, activity.category != _COMMUNICATION)
+    sent, _ = sent_in(activity, trace, host)
+    computed = activity.where(activity.category != _COMMUNICATION)
     return sent, computed, computed
-
-
-def _of(activity: Activity, chosen: Column) -> _Pieces:
-    return _Pieces(
-        start_ns=activity.start_ns[chosen], end_ns=activity.end_ns[chosen], category=activity.category[chosen]
-    )
 
 
 def _phases_of_host(trace: Trace, begins_ns: int, ends_ns: int) -> list[tuple[str, int, int]]:
     ranges = trace.ranges
-    found = []
-    for index in np.flatnonzero((ranges.start_ns >= begins_ns) & (ranges.start_ns < ends_ns)):
-        name, start_ns = trace.names[ranges.name[index]], int(ranges.start_ns[index])
-        if name in PHASES:
-            found.append((name, start_ns, start_ns + int(ranges.duration_ns[index])))
-    return found
+    ranges = ranges.where((ranges.start_ns >= begins_ns) & (ranges.start_ns < ends_ns))
+    columns = (ranges.name, ranges.start_ns, ranges.end_ns)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [(trace.names[name], start_ns, end_ns) for name, start_ns, end_ns in rows if trace.names[name] in PHASES]
 
 
-def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begins_ns: int, ends_ns: int) -> Timeline:
+def _timeline(rows: dict[int, Pieces], phases: list[tuple[str, int, int]], begins_ns: int, ends_ns: int) -> Timeline:
     gap_ns = (ends_ns - begins_ns) // _FINEST
     drawn = [
         (start_ns, end_ns, category, row)
@@ -188,7 +142,7 @@ def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begi
     )
 
 
-def _joined(pieces: _Pieces, gap_ns: int) -> list[tuple[int, int, int]]:
+def _joined(pieces: Pieces, gap_ns: int) -> list[tuple[int, int, int]]:
     joined: list[tuple[int, int, int]] = []
     order = np.argsort(pieces.start_ns, kind="stable")
     columns = (pieces.start_ns[order], pieces.end_ns[order], pieces.category[order])

@@ -15,11 +15,9 @@ def launching_calls(trace: Trace) -> Column:
     (CUPTI_CORRELATION_ID_UNKNOWN in cupti_activity.h).
     """
     known, wanted = trace.calls.correlation, trace.work.correlation
-    if not len(known):
-        return np.full(len(wanted), NONE)
     order = np.argsort(known, kind="stable")
-    call = order[np.minimum(np.searchsorted(known, wanted, sorter=order), len(known) - 1)]
-    return np.where((known[call] == wanted) & (wanted > 0), call, NONE)
+    call = np.append(order, NONE)[np.searchsorted(known, wanted, sorter=order)]
+    return np.where((np.append(known, NONE)[call] == wanted) & (wanted > 0), call, NONE)
 
 
 def one_device(trace: Trace) -> Trace:

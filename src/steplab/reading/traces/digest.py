@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import SteplabError
-from steplab.reading.traces.activity import Activity, activity_of, unseen_launches
-from steplab.reading.traces.communication import Sent, sent_in
+from steplab.reading.traces.activity import Activity, Pieces, activity_of, unseen_launches
+from steplab.reading.traces.communication import sent_in
 from steplab.reading.traces.devices import launching_calls, one_device
 from steplab.reading.traces.host import Host
 from steplab.reading.traces.intervals import clip, length, overlap, stretches
@@ -71,7 +71,7 @@ def digest(trace: Trace, *, source: str | None = None, step_range: str | None = 
         ops=tuple(sorted(_ops(activity, trace, host), key=lambda op: -op.device_s)),
         host_calls=tuple(sorted(_host_calls(trace, host), key=lambda call: -call.total_s)),
         host_work_s=dict(_host_work(trace, host)),
-        communication=_communication(sent_in(activity, trace, host)),
+        communication=_communication(*sent_in(activity, trace, host)),
         timeline=_timeline(activity, windows, trace, host),
         num_launches=len(np.unique(activity.call[activity.call != NONE])),
         device_name=trace.device_name,
@@ -213,16 +213,16 @@ def _host_work(trace: Trace, host: Host) -> Iterator[tuple[str, float]]:
     for kind, pattern in _HOST_WORK.items():
         chosen = trace.named(ranges.name, pattern.search)
         if chosen.any():
-            within = ranges.start_ns[chosen], (ranges.start_ns + ranges.duration_ns)[chosen]
+            within = ranges.start_ns[chosen], ranges.end_ns[chosen]
             if len(starts_ns):
                 within = clip(*within, int(starts_ns[0]), int(ends_ns[-1]))
             yield kind, length(*within) / 1e9
 
 
-def _communication(sent: Sent) -> Communication | None:
-    if not len(sent.start_ns):
+def _communication(sent: Pieces, computed: Pieces) -> Communication | None:
+    if not len(sent):
         return None
-    overlapped_s = overlap(sent.intervals, sent.computed) / 1e9
+    overlapped_s = overlap(sent.intervals, computed.intervals) / 1e9
     return Communication(total_s=length(*sent.intervals) / 1e9, overlapped_s=overlapped_s)
 
 

@@ -70,7 +70,6 @@ CHUNK_BYTES = 1 << 19
 """Bytes decoded at once, few enough for the processor's cache."""
 _FIRST_BYTES = 1 << 6
 
-_KEY = re.compile(rb'("(?:[^"\\]|\\.)*")\s*:', re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SEAM = re.compile(rb'}\s*,\s*{\s*(?:"[^"\\]{0,64}")?')
 _FIRST_EVENT = re.compile(rb'\s*?(\r?\n[ \t]+{\s*"[^"\\]{0,64}")')
@@ -142,48 +141,38 @@ class Document:
         window = self._window
         if self._next() == b"}":
             return False
-        key = self._key()
+        key = self._value(":")
         if key is None:
-            self.damage = "the file ends early" if window.exhausted else "the file stops being JSON"
             return False
-        if self._next() == b"[" and key == "traceEvents":
+        if self._next() != b":" or not key.startswith(b'"'):
+            self.damage = "the file stops being JSON" if self._next() else "the file ends early"
+            return False
+        window.start += 1
+        name = json.loads(key.decode("utf-8", "replace"), strict=False)
+        if self._next() == b"[" and name == "traceEvents":
             window.start += 1
             self._events(sink, may_lack_end=False)
-        else:
-            self._value(key)
+        elif (value := self._value("}")) is not None and name in self._keep:
+            self.members[name] = value
         if self._next() == b",":
             window.start += 1
         return self.damage is None
 
-    def _key(self) -> str | None:
-        window = self._window
-        found = _KEY.match(window.data, window.start, window.end)
-        while not found and not window.exhausted:
-            window.fill(max(self._chunk_bytes, 2 * len(window)))
-            found = _KEY.match(window.data, window.start, window.end)
-        if not found:
-            return None
-        window.start = found.end()
-        try:
-            return str(json.loads(found[1].decode("utf-8", "replace"), strict=False))
-        except ValueError:
-            return ""
-
-    def _value(self, key: str) -> None:
+    def _value(self, close: str) -> bytes | None:
+        """The next value, which a comma or `close` follows; None if it is damaged."""
         window, most = self._window, _FIRST_BYTES  # grows with the value, so short ones read little ahead
         while True:
             window.fill(most)
             is_all = window.exhausted and len(window) <= most
-            end = _end_of_value(self._text(most), 0, "}", is_all=is_all)
+            end = _end_of_value(self._text(most), 0, close, is_all=is_all)
             if end == _DAMAGED or (end is None and is_all):
                 self.damage = "the file ends early" if end is None else "the file stops being JSON"
-                return
+                return None
             if end is not None:
-                break
+                value = bytes(window.view(window.start, window.start + end))
+                window.start += end
+                return value
             most *= 2
-        if key in self._keep:
-            self.members[key] = bytes(window.view(window.start, window.start + end))
-        window.start += end
 
     def _text(self, most: int | None = None) -> str:
         window = self._window

@@ -26,7 +26,7 @@ class Host:
         self.op_nesting = Nesting(ops.start_ns, ops.duration_ns, ops.thread)
         self._range_nesting = Nesting(ranges.start_ns, ranges.duration_ns, ranges.thread)
         steps = step_ranges(trace)
-        self.steps = ranges.start_ns[steps], (ranges.start_ns + ranges.duration_ns)[steps]
+        self.steps = ranges.start_ns[steps], ranges.end_ns[steps]
         """Start and end of each step on the host, in order; empty without marks."""
         self.phase_names, self._range_phase = self._phases()
         self.paths: list[str] = [""]
@@ -98,11 +98,8 @@ class Host:
     def _marked_phase(self, time_ns: Column) -> Column:
         ranges = self._trace.ranges
         marks = np.flatnonzero(self._outermost_marks())
-        if not len(marks):
-            return np.full(len(time_ns), NONE)
-        starts, ends = ranges.start_ns[marks], (ranges.start_ns + ranges.duration_ns)[marks]
-        at = _last_begun(starts, ends, time_ns)
-        return np.where(at == NONE, NONE, self._range_phase[marks[at]])
+        at = _last_begun(ranges.start_ns[marks], ranges.end_ns[marks], time_ns)
+        return np.append(self._range_phase[marks], NONE)[at]
 
     def _name_paths(self) -> Column:
         """Path of each range: its dotted name if it extends its parent's, else both joined. Steps and phases are
@@ -136,11 +133,11 @@ class Host:
 
     def _node_at(self, time_ns: Column, thread: Column) -> Column:
         op = self.op_at(time_ns, thread)
-        return np.where(op == NONE, NONE, self._backward_node[op]) if len(self._backward_node) else op
+        return np.append(self._backward_node, NONE)[op]
 
     def _path_of_range_at(self, time_ns: Column, thread: Column) -> Column:
         innermost = self._range_nesting.innermost(time_ns, thread)
-        return np.where(innermost == NONE, 0, self._range_path[innermost]) if len(self._range_path) else innermost * 0
+        return np.append(self._range_path, 0)[innermost]
 
     def _paths_of_sequences(self) -> dict[int, int]:
         """Path of the forward operator for each autograd sequence number. Operators carry the next node's number, so
@@ -153,8 +150,6 @@ class Host:
 
 
 def _last_begun(starts: Column, ends: Column, time_ns: Column) -> Column:
-    """Index of the last interval begun before each time; NONE if it has ended or none began. `starts` ascend and are
-    not empty.
-    """
+    """Index of the last interval begun before each time; NONE if it has ended or none began. `starts` ascend."""
     at = np.searchsorted(starts, time_ns, side="right") - 1
-    return np.where((at >= 0) & (time_ns < ends[at]), at, NONE)
+    return np.where((at >= 0) & (time_ns < np.append(ends, 0)[at]), at, NONE)

@@ -88,19 +88,17 @@ class Nesting:
             if number in self._borders:
                 borders_ns, owners = self._borders[number]
                 at = np.searchsorted(borders_ns, time_ns[here], side="right") - 1
-                found[here] = np.where(at >= 0, owners[np.maximum(at, 0)], NONE)
+                found[here] = np.append(owners, NONE)[at]
         return found
 
     @property
     def segments(self) -> tuple[Column, Column, Column]:
         """Start, end and index of each stretch of time with the same innermost interval, one thread after another."""
-        parts: list[tuple[Column, Column, Column]] = []
+        none = np.zeros(0, dtype=np.int64)
+        parts: list[tuple[Column, Column, Column]] = [(none, none, none)]
         for borders_ns, owners in self._borders.values():
             owned = (owners[:-1] != NONE) & (borders_ns[1:] > borders_ns[:-1])
             parts.append((borders_ns[:-1][owned], borders_ns[1:][owned], owners[:-1][owned]))
-        if not parts:
-            empty = np.zeros(0, dtype=np.int64)
-            return empty, empty, empty
         starts, ends, owners = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return starts, ends, owners
 

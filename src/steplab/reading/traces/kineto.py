@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,35 +16,11 @@ from msgspec.json import Decoder
 from numpy.typing import NDArray
 
 from steplab.costs.operators import FUSED_ATTENTION, ITEM_BYTES
+from steplab.reading.traces import trace
 from steplab.reading.traces.document import Document, NotATrace
-from steplab.reading.traces.events import (
-    EVENT,
-    EVENTS,
-    MISSING,
-    NO_DIMS,
-    Event,
-    Number,
-    decoded,
-    nanoseconds,
-    repair_event,
-)
+from steplab.reading.traces.events import EVENT, EVENTS, MISSING, NO_DIMS, Event, decoded, nanoseconds, repair_event
 from steplab.reading.traces.naming import STEP
-from steplab.reading.traces.trace import (
-    EARLIEST_NS,
-    LATEST_NS,
-    LONGEST_NS,
-    NONE,
-    DeviceWork,
-    HostCalls,
-    Inputs,
-    Message,
-    Numbering,
-    Ops,
-    Ranges,
-    Trace,
-    TraceBuilder,
-    Values,
-)
+from steplab.reading.traces.trace import EARLIEST_NS, LATEST_NS, LONGEST_NS, NONE, Inputs, Message, Trace, TraceBuilder
 from steplab.units import format_bytes
 from steplab.unpacking import Unpacked
 
@@ -82,7 +59,7 @@ class _World(msgspec.Struct):
 _DEVICES, _WORLD, _TEXT, _WHOLE = Decoder(list[_Device]), Decoder(_World), Decoder(str), Decoder(int)
 
 Integers = NDArray[np.int64]
-Columns = Mapping[str, Values]
+Columns = Mapping[str, trace.Values]
 
 
 def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace:
@@ -110,11 +87,7 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace:
     elif source.damage:
         builder.damage.append(source.damage)
     builder.notes += builder.damage
-    left_out = {
-        "are not valid JSON": document.num_unreadable,
-        "have no start or duration": collector.num_untimed,
-        "have a negative duration": collector.num_negative,
-    }
+    left_out = {"are not valid JSON": document.num_unreadable, **collector.left_out}
     told = [f"events left out because they {why}: {count}" for why, count in left_out.items() if count]
     builder.notes += told
     if collector.has_lost_work:
@@ -142,8 +115,8 @@ class Collector:
         self.builder = TraceBuilder("kineto")
         self.num_events = 0
         self.num_kept = 0
-        self.num_untimed = 0
-        self.num_negative = 0
+        self.left_out = Counter[str]()
+        """Number of events without usable times, by reason."""
         self.has_lost_work = False
         self.unknown = Counter[str]()
         self.further_steps = list[Event]()
@@ -185,8 +158,8 @@ class Collector:
         untimed = impossible | (duration_ns == MISSING)
         dropped = untimed | (duration_ns < 0)
         if dropped.any():
-            self.num_untimed += int(untimed.sum())
-            self.num_negative += int((dropped & ~untimed).sum())
+            self.left_out["have no start or duration"] += int(untimed.sum())
+            self.left_out["have a negative duration"] += int((dropped & ~untimed).sum())
             self.has_lost_work |= bool(dropped[: sizes[0]].any())
             sizes = np.bincount(np.repeat(range(len(groups)), sizes)[~dropped], minlength=len(groups)).tolist()
             kept, start_ns, duration_ns = list(compress(kept, ~dropped)), start_ns[~dropped], duration_ns[~dropped]
@@ -222,7 +195,7 @@ class Collector:
                 about = Message(name=str(a.collective), group=str(a.members or a.group), size_bytes=max(size, 0))
                 self.builder.messages[start_ns, _integer(a.stream)] = about
         self.builder.add(
-            DeviceWork,
+            trace.DeviceWork,
             **common,
             device=_integers([a.device for a in args]),
             stream=_integers([a.stream for a in args]),
@@ -231,7 +204,7 @@ class Collector:
 
     def _add_calls(self, events: Sequence[Event], common: Columns) -> None:
         correlation = _integers([event.args.correlation for event in events])
-        self.builder.add(HostCalls, **common, thread=self._threads(events), correlation=correlation)
+        self.builder.add(trace.HostCalls, **common, thread=self._threads(events), correlation=correlation)
 
     def _add_ops(self, events: Sequence[Event], common: Columns) -> None:
         args = [event.args for event in events]
@@ -241,7 +214,7 @@ class Collector:
             for event, a in zip(events, args, strict=True)
         ]
         self.builder.add(
-            Ops,
+            trace.Ops,
             **common,
             thread=self._threads(events),
             sequence=_integers([a.sequence for a in args]),
@@ -258,21 +231,21 @@ class Collector:
                 size = sum(math.prod(shape) * ITEM_BYTES.get(dtype, 0) for shape, dtype in sizes)
                 about = Message(name=event.name.removeprefix("gloo:"), group="", size_bytes=size)
                 self.builder.messages[start_ns, thread] = about
-        self.builder.add(Ranges, **common, thread=threads)
+        self.builder.add(trace.Ranges, **common, thread=threads)
 
     def _threads(self, events: Sequence[Event]) -> list[int]:
         numbers = self.builder.threads
         return [numbers[event.pid, event.tid] for event in events]
 
 
-def _integers(values: list[Number]) -> Integers:
+def _integers(values: list[Any]) -> Integers:
     try:
         return np.array(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
         return np.array([_integer(value) for value in values], dtype=np.int64)
 
 
-def _integer(value: Number) -> int:
+def _integer(value: Any) -> int:
     try:
         number = int(value) if value is not None else NONE
     except (TypeError, ValueError, OverflowError):
@@ -281,19 +254,12 @@ def _integer(value: Number) -> int:
 
 
 _ITEM_BYTES = {
-    "Double": 8,
-    "Long": 8,
-    "Float": 4,
-    "Int": 4,
-    "BFloat16": 2,
-    "Half": 2,
-    "Short": 2,
-    "Byte": 1,
-    "Char": 1,
-    "Bool": 1,
-    "Float8_e4m3fn": 1,
-    "Float8_e5m2": 1,
+    **dict.fromkeys(("Double", "Long"), 8),
+    **dict.fromkeys(("Float", "Int"), 4),
+    **dict.fromkeys(("BFloat16", "Half", "Short"), 2),
+    **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
 }
+"""Bytes per element, by the names that messages give types."""
 
 
 _NO_TENSOR = ("", "Scalar", "ScalarList")
@@ -306,7 +272,7 @@ class InputNumbers(dict[bytes, int]):
     operators with equal inputs, so each text is parsed once.
     """
 
-    def __init__(self, numbering: Numbering[Inputs]) -> None:
+    def __init__(self, numbering: trace.Numbering[Inputs]) -> None:
         super().__init__()
         self._numbering = numbering
         self[_ABSENT] = NONE

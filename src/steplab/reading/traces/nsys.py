@@ -16,22 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import UserError
+from steplab.reading.traces import trace
 from steplab.reading.traces.naming import Call, called, without_call
-from steplab.reading.traces.trace import (
-    EARLIEST_NS,
-    LATEST_NS,
-    LONGEST_NS,
-    NONE,
-    UNTYPED,
-    DeviceWork,
-    HostCalls,
-    Inputs,
-    Numbering,
-    Ops,
-    Ranges,
-    Trace,
-    TraceBuilder,
-)
+from steplab.reading.traces.trace import EARLIEST_NS, LATEST_NS, LONGEST_NS, NONE, Inputs, Trace, TraceBuilder
 from steplab.unpacking import OnProgress
 
 SQLITE_MAGIC = b"SQLite format 3\0"
@@ -85,7 +72,7 @@ class _Export:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._builder = TraceBuilder("nsys")
-        self._processes = Numbering[int]()
+        self._processes = trace.Numbering[int]()
         self._num_rows = Counter[str]()
         names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         # The newest of X, X_V2 and X_V3 sorts last.
@@ -133,7 +120,7 @@ class _Export:
         columns = (name_columns, "deviceId", "streamId", "correlationId", "globalPid")
         for start_ns, duration_ns, name, device, stream, correlation, process in self._rows(base, columns):
             self._builder.add(
-                DeviceWork,
+                trace.DeviceWork,
                 name=[self._builder.names[text(value)] for value in name],
                 start_ns=start_ns,
                 duration_ns=duration_ns,
@@ -147,7 +134,7 @@ class _Export:
             _CALLS, (("nameId",), "globalTid", "correlationId")
         ):
             self._builder.add(
-                HostCalls,
+                trace.HostCalls,
                 name=[self._builder.names[_CALL_VERSION.sub("", self._text(value))] for value in name],
                 start_ns=start_ns,
                 duration_ns=duration_ns,
@@ -160,9 +147,10 @@ class _Export:
         for *times, name, thread in self._rows(_RANGES, (("text", "textId"), "globalTid"), kinds):
             texts = [self._text(value) for value in name]
             ops = [called(text) for text in texts]
-            for kind, chosen in ((Ranges, [op is None for op in ops]), (Ops, [op is not None for op in ops])):
+            is_op = [op is not None for op in ops]
+            for kind, chosen in ((trace.Ranges, [not op for op in is_op]), (trace.Ops, is_op)):
                 start_ns, duration_ns, tids = (list(compress(values, chosen)) for values in (*times, thread))
-                own = self._calls_of(list(compress(ops, chosen))) if kind is Ops else {}
+                own = self._calls_of(list(compress(ops, chosen))) if kind is trace.Ops else {}
                 names = [op[0] if op else without_call(text) for op, text in zip(ops, texts, strict=True)]
                 self._builder.add(
                     kind,
@@ -178,7 +166,7 @@ class _Export:
         shapes = [tuple(map(tuple, sizes)) for _, _, sizes in given]
         return {
             "sequence": [NONE if number is None else number for _, number, _ in given],
-            "inputs": [numbers[Inputs(shapes=of, dtypes=(UNTYPED,) * len(of))] if of else NONE for of in shapes],
+            "inputs": [numbers[Inputs(shapes=of, dtypes=(trace.UNTYPED,) * len(of))] if of else NONE for of in shapes],
         }
 
     def _rows(

@@ -2,16 +2,8 @@
 
 import numpy as np
 
-from steplab.costs.operators import (
-    DTYPES_OF_TRACES,
-    FLOATING_BYTES,
-    FUSED_ATTENTION,
-    ITEM_BYTES,
-    Cost,
-    Tensor,
-    fused_attention_cost,
-    operator_cost,
-)
+from steplab.costs import operators
+from steplab.costs.operators import DTYPES_OF_TRACES, ITEM_BYTES, Cost, Tensor
 from steplab.reading.traces.trace import NONE, UNTYPED, Column, Inputs, Trace
 
 
@@ -25,7 +17,7 @@ def describe(inputs: Inputs) -> str:
 def computed_in(inputs: Inputs) -> str:
     """Narrowest floating-point type of multi-dimensional inputs, which a mixed product computes in."""
     found = [DTYPES_OF_TRACES.get(dtype) for _, dtype in _tensors(inputs)]
-    return next((name for name in reversed(FLOATING_BYTES) if name in found), "")
+    return next((name for name in reversed(operators.FLOATING_BYTES) if name in found), "")
 
 
 class OpCosts:
@@ -65,9 +57,9 @@ class OpCosts:
             ]
             called = self._trace.names[name]
             self._by_kind[kind] = (
-                fused_attention_cost(called, tensors, self._trace.inputs[inputs].scalars)
-                if called in FUSED_ATTENTION
-                else operator_cost(called, tensors)
+                operators.fused_attention_cost(called, tensors, self._trace.inputs[inputs].scalars)
+                if called in operators.FUSED_ATTENTION
+                else operators.operator_cost(called, tensors)
             )
         return self._by_kind[kind]
 

@@ -15,30 +15,28 @@ import numpy as np
 
 from steplab.costs.communication import bus_factor
 from steplab.errors import SteplabError
-from steplab.reading.traces.activity import activity_of
-from steplab.reading.traces.communication import Sent, sent_in, traced_steps
+from steplab.reading.traces.activity import Pieces, activity_of
+from steplab.reading.traces.communication import sent_in, traced_steps
 from steplab.reading.traces.devices import one_device
 from steplab.reading.traces.host import Host
 from steplab.reading.traces.intervals import length, overlap, union
 from steplab.reading.traces.naming import STEP
 from steplab.reading.traces.steps import last_steps, step_ranges, with_steps
 from steplab.reading.traces.times import possible
-from steplab.reading.traces.trace import NONE, Message, Ranges, Trace
+from steplab.reading.traces.trace import NONE, Column, Message, Ranges, Trace
 from steplab.records.profile import Meeting, PathPart, Profile, Timeline, TracedRank, TracedRanks
 
 _WOKEN_NS = 5e6
 _KINDS = {
-    re.compile(pattern, re.I): kind
-    for pattern, kind in {
-        "all_?reduce": "all_reduce",
-        "all_?gather": "all_gather",
-        "reduce_?scatter": "reduce_scatter",
-        "all_?to_?all": "all_to_all",
-        "broadcast": "broadcast",
-        "send|recv": "send_recv",
-        "reduce": "reduce",
-    }.items()
+    "all_?reduce": "all_reduce",
+    "all_?gather": "all_gather",
+    "reduce_?scatter": "reduce_scatter",
+    "all_?to_?all": "all_to_all",
+    "broadcast": "broadcast",
+    "send|recv": "send_recv",
+    "reduce": "reduce",
 }
+"""Kinds of collectives by patterns of their names; the first match decides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +77,7 @@ def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
     steps = traced_steps(trace, host)
     activity = activity_of(trace, host)
     activity = activity.where(activity.step != NONE)
-    sent = sent_in(activity, trace, host)
+    sent, computed = sent_in(activity, trace, host)
     every = np.concatenate((activity.start_ns, sent.start_ns)), np.concatenate((activity.end_ns, sent.end_ns))
     window_ns = int(every[1].max() - every[0].min())
     labels = [trace.names[number] for number in trace.ranges.name[step_ranges(trace)].tolist()]
@@ -91,13 +89,13 @@ def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
         host=trace.host,
         num_steps=len(labels),
         window_ns=window_ns,
-        compute_ns=length(*sent.computed),
+        compute_ns=length(*computed.intervals),
         communication_ns=length(*sent.intervals),
-        hidden_ns=overlap(sent.intervals, sent.computed),
+        hidden_ns=overlap(sent.intervals, computed.intervals),
         idle_ns=window_ns - length(*every),
         begins_ns=trace.base_ns + begin_ns,
         ends_ns=trace.base_ns + int(every[1].max()),
-        calls=tuple(_calls(trace, labels, sent)),
+        calls=tuple(_calls(trace, labels, sent, union(*computed.intervals))),
         timeline=steps.timeline,
     )
 
@@ -107,19 +105,18 @@ def _with_a_step(trace: Trace) -> Trace:
     if len(step_ranges(trace)) or not tables:
         return trace
     begin_ns = min(int(table.start_ns[0]) for table in tables)
-    end_ns = max(int((table.start_ns + table.duration_ns).max()) for table in tables)
+    end_ns = max(int(table.end_ns.max()) for table in tables)
     row = {"name": len(trace.names), "start_ns": begin_ns, "duration_ns": end_ns - begin_ns, "thread": 0}
     ranges = Ranges(**{name: np.append(value, getattr(trace.ranges, name)) for name, value in row.items()})
     return replace(trace, names=(*trace.names, "step"), ranges=ranges, steps=STEP)
 
 
-def _calls(trace: Trace, labels: list[str], sent: Sent) -> Iterator[Call]:
-    computed = union(*sent.computed)
-    columns = (sent.start_ns, sent.end_ns, sent.lane, sent.name, sent.step)
+def _calls(trace: Trace, labels: list[str], sent: Pieces, computed: tuple[Column, Column]) -> Iterator[Call]:
+    columns = (sent.start_ns, sent.end_ns, sent.stream, sent.name, sent.step)
     for start_ns, end_ns, of, number, within in sorted(zip(*(each.tolist() for each in columns), strict=True)):
         text = trace.names[number]
         about = trace.messages.get((start_ns, of), Message(name="", group="", size_bytes=0))
-        kind = next((kind for pattern, kind in _KINDS.items() if pattern.search(about.name or text)), "other")
+        kind = next((kind for pattern, kind in _KINDS.items() if re.search(pattern, about.name or text, re.I)), "other")
         low = np.searchsorted(computed[1], start_ns, side="right")
         high = np.searchsorted(computed[0], end_ns, side="left")
         beside = np.maximum(computed[0][low:high], start_ns), np.minimum(computed[1][low:high], end_ns)

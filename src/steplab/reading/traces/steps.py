@@ -23,8 +23,8 @@ def with_steps(trace: Trace, pattern: str | None) -> Trace:
     """
     if pattern is None:
         return trace
-    trace = trace.with_ranges(re.compile(translate(pattern)).match)
-    trace = dataclasses.replace(trace, steps=re.compile(translate(pattern)))
+    steps = re.compile(translate(pattern))
+    trace = dataclasses.replace(trace.with_ranges(steps.match), steps=steps)
     if not len(step_ranges(trace)):
         raise UserError(f"no range matches {pattern}{offered_steps(trace)}")
     return trace
@@ -44,7 +44,7 @@ def offered_steps(trace: Trace) -> str:
 def step_ranges(trace: Trace) -> Column:
     """Indices of step ranges, by start. A step within a step does not count: loop and profiler may both mark steps."""
     steps = np.flatnonzero(trace.named(trace.ranges.name, trace.steps.match))
-    ends = (trace.ranges.start_ns + trace.ranges.duration_ns)[steps]
+    ends = trace.ranges.end_ns[steps]
     return steps[np.append(True, ends[1:] > np.maximum.accumulate(ends)[:-1])[: len(steps)]]
 
 

@@ -44,6 +44,10 @@ class Rows:
 class Events(Rows):
     duration_ns: Column
 
+    @property
+    def end_ns(self) -> Column:
+        return self.start_ns + self.duration_ns
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceWork(Events):
@@ -132,14 +136,13 @@ class Trace:
             column.name: np.concatenate((getattr(self.ranges, column.name), getattr(self.ops, column.name)[moved]))
             for column in fields(Ranges)
         }
-        order = np.lexsort((-both["duration_ns"], both["start_ns"]))
-        ranges = Ranges(**{name: column[order] for name, column in both.items()})
-        return replace(self, ops=self.ops.where(~moved), ranges=ranges)
+        return replace(self, ops=self.ops.where(~moved), ranges=_in_order(Ranges, both))
 
     def named(self, column: Column, is_meant: Callable[[str], object]) -> NDArray[np.bool_]:
         return np.isin(column, [number for number, name in enumerate(self.names) if is_meant(name)])
 
 
+_Kind = TypeVar("_Kind", bound=Events)
 Key = TypeVar("Key", bound=Hashable)
 Values = int | Sequence[int] | NDArray[Any]
 
@@ -160,20 +163,29 @@ class TraceBuilder:
         self.inputs = Numbering[Inputs]()
         self.threads = Numbering[tuple[Hashable, Hashable]]()
         kinds: tuple[type[Events], ...] = (DeviceWork, HostCalls, Ops, Ranges)
-        self._tables = {kind: _Table(kind) for kind in kinds}
+        none = np.zeros(0, dtype=np.int64)
+        self._parts: dict[type[Events], dict[str, list[Column]]] = {
+            kind: {field.name: [none] for field in fields(kind)} for kind in kinds
+        }
 
-    def add(self, kind: type[Events], *, start_ns: Values, **columns: Values) -> None:
-        self._tables[kind].extend({"start_ns": start_ns, **columns})
+    def add(self, kind: type[Events], **columns: Values) -> None:
+        parts = self._parts[kind]
+        assert columns.keys() == parts.keys()
+        for name, values in columns.items():
+            parts[name].append(np.atleast_1d(np.asarray(values, dtype=np.int64)))
+
+    def _table(self, kind: type[_Kind]) -> _Kind:
+        return _in_order(kind, {name: np.concatenate(parts) for name, parts in self._parts[kind].items()})
 
     def build(self, device_names: Mapping[int, str] = MappingProxyType({}), **about: Any) -> Trace:
         """Build the trace; `about` holds its other fields."""
-        calls = HostCalls(**self._tables[HostCalls].build())
+        calls = self._table(HostCalls)
         if repeated := _num_repeated(calls.correlation):
             self.notes.append(
                 f"{repeated} correlation ids belong to several host calls, so launches of their work are uncertain"
             )
         processes = Numbering[Hashable]()
-        work = DeviceWork(**self._tables[DeviceWork].build())
+        work = self._table(DeviceWork)
         devices, counts = np.unique(work.device, return_counts=True)
         most_first = devices[np.argsort(-counts, kind="stable")].tolist()
         return Trace(
@@ -182,8 +194,8 @@ class TraceBuilder:
             inputs=tuple(self.inputs),
             work=work,
             calls=calls,
-            ops=Ops(**self._tables[Ops].build()),
-            ranges=Ranges(**self._tables[Ranges].build()),
+            ops=self._table(Ops),
+            ranges=self._table(Ranges),
             processes=tuple(processes[process] for process, _ in self.threads),
             device_name=next((device_names[n] for n in most_first if n in device_names), None),
             notes=tuple(self.notes),
@@ -193,21 +205,10 @@ class TraceBuilder:
         ).with_ranges(is_range)
 
 
-class _Table:
-    def __init__(self, kind: type[Events]) -> None:
-        self._parts: dict[str, list[Column]] = {field.name: [] for field in fields(kind)}
-
-    def extend(self, values: Mapping[str, Values]) -> None:
-        assert values.keys() == self._parts.keys()
-        for name, value in values.items():
-            self._parts[name].append(np.atleast_1d(np.asarray(value, dtype=np.int64)))
-
-    def build(self) -> dict[str, Column]:
-        """Columns sorted by start, the longer first among equals."""
-        none = np.zeros(0, dtype=np.int64)
-        columns = {name: np.concatenate([none, *parts]) for name, parts in self._parts.items()}
-        order = np.lexsort((-columns["duration_ns"], columns["start_ns"]))
-        return {name: column[order] for name, column in columns.items()}
+def _in_order(kind: type[_Kind], columns: Mapping[str, Column]) -> _Kind:
+    """Rows sorted by start, the longer first among equals."""
+    order = np.lexsort((-columns["duration_ns"], columns["start_ns"]))
+    return kind(**{name: column[order] for name, column in columns.items()})
 
 
 def _num_repeated(correlation: Column) -> int:
