@@ -42,6 +42,13 @@ def test_the_host_may_become_the_limit_and_is_named() -> None:
     assert "Python took" not in quick.prediction
 
 
+def test_of_a_launch_bound_step_the_host_is_the_limit_already() -> None:
+    seen = profile([LARGE, OTHER], waiting_ms={"forward": 60.0})
+    slow = dataclasses.replace(seen, phases=tuple(dataclasses.replace(p, host_s=0.3) for p in seen.phases))
+    found = sure(fp32_matmul(case(own({"precision": "fp32"}, slow, timing(150.0, forward=150.0)))))
+    assert found.prediction.endswith("Python already limits the step, so it may save less.")
+
+
 def test_a_host_that_is_never_waited_for_is_not_said_to_be_slow() -> None:
     # Its queue is full throughout, so its time is the GPU's, and not what launching takes.
     seen = profile([LARGE, OTHER], waiting_ms={"forward": 0.5})

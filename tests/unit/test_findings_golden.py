@@ -158,6 +158,17 @@ def test_what_compiling_saves_is_predicted_by_a_dry_run_of_the_step(runs: dict[s
     assert max(abs(ratio - 1) for ratio in ratios) <= 0.1
 
 
+@pytest.mark.parametrize(("cell", "included"), [("vocabulary", "vocabulary_padding"), ("head dimension", "")])
+def test_the_parts_of_what_compiling_saves_add_up(runs: dict[str, Run], cell: str, included: str) -> None:
+    finding = found_in(runs[cell])["fusable_elementwise"]
+    parts_s = sum(part.value for part in finding.evidence if part.unit == "s" and "save" in part.what)
+    assert finding.saves_s == pytest.approx(parts_s)
+    assert finding.includes == included
+    if included:
+        padding_s = {part.what: part.value for part in finding.evidence}["device time that matrix products save"]
+        assert found_in(runs[cell])[included].saves_s == pytest.approx(padding_s, rel=0.01)
+
+
 def test_what_compiling_saves_of_a_model_of_ones_own_is_predicted_by_its_profile() -> None:
     eager, compiled = stored("own_model_h200", Run)
     saved_s = step_s(eager) - step_s(compiled)

@@ -85,6 +85,8 @@ def test_a_larger_batch_saves_time_for_the_same_tokens_and_none_per_step(run: Ru
     assert "--batch 8 saves about 3.00 ms for the same tokens, 10.0 % of 30.0 ms." in text
     assert "The change saves about 3.00 ms for the same tokens, 10.0 % of 30.0 ms." in text
     assert "30.0 ms per step" not in text
+    assert "limited to what those above leave, a larger batch's not counted." in text
+    assert "larger batch" not in render_findings(run, found, "table", width=300)
 
 
 def test_trials_end_in_a_table(run: Run, found: Findings) -> None:

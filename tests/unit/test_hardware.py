@@ -93,6 +93,17 @@ def test_sparse_figures_were_halved(name: str, gpus: int, tf32: int, bf16: int, 
         assert peak(name, dtype) == pytest.approx(figure * 1e12 / gpus / 2)
 
 
+def test_a_source_names_the_figure_printed_for_its_format() -> None:
+    printed = re.compile(r"printed (for eight GPUs )?with sparsity as ([\d.,]+) ([TP])FLOPS, ")
+    found = [
+        (peak, told) for spec in catalogue() for peak in spec.peaks.values() if (told := printed.search(peak.source))
+    ]
+    assert len(found) == 8 * 4
+    for peak, told in found:
+        figure = float(told[2].replace(",", "")) * {"T": 1e12, "P": 1e15}[told[3]]
+        assert peak.flops_per_s == pytest.approx(figure / 2 / (8 if told[1] else 1))
+
+
 @pytest.mark.parametrize("name", DATA_CENTRE)
 def test_data_centre_tensor_rates_double_as_the_format_halves(name: str) -> None:
     # 1.2 % for the L40S, whose sheet is off by that much; see above.

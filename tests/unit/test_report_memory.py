@@ -14,6 +14,7 @@ from steplab import units
 from steplab.errors import UserError
 from steplab.records.memory_profile import Allocation, LeftOut, MemoryProfile, MemoryTimeline
 from steplab.records.run import Run
+from steplab.report.kit import table
 from steplab.report.kit.document import Section, drawn
 from steplab.report.kit.rendering import render
 from steplab.report.memory.document import memory_chapter_blocks, memory_document, watched_in_full
@@ -177,6 +178,15 @@ def test_no_two_rows_look_alike_and_their_sums_stay() -> None:
         (10 * MIB, 5, 50 * MIB, "20 × 10"), (10 * MIB, 4, 40 * MIB, "10 × 20"), (5 * MIB, 7, 35 * MIB, None)
     ]  # fmt: skip
     assert told.caption == "And more."
+
+
+def test_allocations_of_one_line_are_distinct_on_a_narrow_terminal() -> None:
+    gate, up = (
+        made(10, 3, source="a/model.py:118 in f", module=f"blocks.0.feed_forward.{name}") for name in ("gate", "up")
+    )
+    told = table.drawn(table.sheet(allocation_table(FP32, [gate, up, replace(gate, op="aten::silu")])), 80)
+    assert "module" not in " ".join(told.header)
+    assert len(set(told.rows)) == 3
 
 
 @pytest.mark.parametrize("width", [60, 72, 80, 120])

@@ -19,7 +19,7 @@ from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet
 from steplab.report.precision.document import precision_document
 from steplab.report.precision.figures import added, all_elements, elements_of, module_groups
-from steplab.report.precision.tables import loss_table, timing_rows
+from steplab.report.precision.tables import loss_table, timing_rows, type_table
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 
@@ -42,6 +42,11 @@ def test_a_count_that_one_part_lacks_the_sum_lacks() -> None:
     total = sure(added([SOME, None, unknown]))
     assert (total.num_overflowed, total.num_zero) == (None, 18)
     assert added([None]) is None
+
+
+def test_a_star_is_explained_where_one_is_shown() -> None:
+    assert type_table(AUDIT).caption.startswith("*: any layer.")
+    assert "*" not in type_table(dataclasses.replace(AUDIT, modules=(layer("fc"),))).caption
 
 
 def test_modules_that_lost_nothing_are_left_out_and_the_worst_kept() -> None:

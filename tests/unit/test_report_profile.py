@@ -291,6 +291,7 @@ def test_what_is_not_counted_is_a_dash() -> None:
     rows = attention_rows(LARGE, with_ops(replace(OP, flops=None, moved_bytes=None)))
     assert shown(attention_table(rows)) == [{"phase": "forward", "part": "scores", "time": units.format_time(0.3 / 3)}]
     assert any("No FLOPs for forward scores" in note and "aten::bmm" in note for note in attention_notes(LARGE, rows))
+    assert not any("bytes" in note or "Rates" in note for note in attention_notes(LARGE, rows))  # which has no column
     counted = attention_notes(LARGE, attention_rows(LARGE, with_ops(OP)))
     assert not any("No FLOPs" in note for note in counted)
 

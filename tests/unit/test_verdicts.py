@@ -25,6 +25,7 @@ from steplab.report.profile.verdict import finding_sentences
 from steplab.report.report import Context, report_of
 from steplab.report.run.cells import cells_of
 from steplab.report.run.effects import effect_bars
+from steplab.report.run.verdict import facts
 from steplab.specs.resolve import resolve_step
 
 NOTHING_MORE = Context()
@@ -173,6 +174,14 @@ def test_an_impossible_mfu_is_a_warning_and_no_answer() -> None:
         assert "%" not in " ".join(told.sentences).replace("95 %", "")
         assert any(caution.startswith(f"Warning: {why}") for caution in told.cautions)
     assert "MFU, the highest" not in render_page(runs, title="t")
+
+
+def test_mfu_of_another_peak_is_no_lower_one() -> None:
+    runs = [run for run in stored("precision_h200", Run) if run.id in ("b11fba59a313", "f6693b1bef11")]
+    told = next(fact for fact in facts(cells_of(runs)) if "MFU" in fact.text)
+    assert f"{told.figure} {told.text}" == (
+        "42.0 % MFU, the highest, of a dense fp32 peak of 67.0 TFLOP/s (small); 7.9 % of tf32's 494 TFLOP/s"
+    )
 
 
 def test_too_few_samples_have_a_range_and_no_interval() -> None:

@@ -16,7 +16,7 @@ from steplab.records.run import Run
 from steplab.specs.hardware import find_hardware
 from steplab.specs.resolve import command
 from steplab.specs.step import StepSpec
-from steplab.units import format_rate, format_time
+from steplab.units import format_rate
 
 _COMPILED = re.compile(r"triton_(poi|red|per|tem)_|CompiledFunction|Torch-Compiled Region")
 _TRIANGLE = re.compile(r"aten::tri[lu]_?$")
@@ -24,8 +24,6 @@ ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
 WORTH_TELLING = 0.01
 """Least predicted saving, as a share of a step, for findings without their own threshold. Repeated measurements of one
 step differ by about as much."""
-_NEVER_WAITED = 0.01
-"""Share of waiting below which the GPU never waited for Python: its queue was never empty."""
 _NO_PROFILE = Profile(source="", device="", num_steps=1, window_s=0.0, phases=(), kernels=(), ops=())
 
 
@@ -102,22 +100,6 @@ class Case:
     def change(self, fields: Mapping[str, str], in_code: str) -> str:
         """The command with the changed fields; without a spec or fields the change in the user's code."""
         return command(self.spec, fields) if self.spec and fields else in_code
-
-    def host_limit(self, saves_s: float) -> str:
-        """Warning if Python may not keep up with a step shorter by `saves_s`, else ''. Also '' if the GPU hardly waits:
-        with a full queue Python's launches wait for the GPU, so their time is no limit."""
-        profile = self.profile
-        host = [p.host_s for p in profile.phases if p.host_s is not None]
-        waited_s = sum(p.host_bound_s for p in profile.phases)
-        if profile.device != "cuda" or not host or waited_s < _NEVER_WAITED * profile.window_s:
-            return ""
-        host_s, after_s = sum(host) / profile.num_steps, self.length_s - saves_s
-        if after_s >= host_s:
-            return ""
-        return (
-            f" Under the profiler Python took {format_time(host_s)} to launch a step, and takes less without it; if "
-            f"that is still more than the predicted {format_time(after_s)}, Python becomes the limit."
-        )
 
 
 def gpu_of_run(run: Run, ceilings: Ceilings | None) -> Gpu | None:

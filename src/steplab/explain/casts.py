@@ -5,6 +5,7 @@ from dataclasses import replace
 from steplab.errors import UserError
 from steplab.explain.case import Case
 from steplab.explain.shapes import shapes_of
+from steplab.explain.waiting import host_limit
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
 from steplab.specs.resolve import command, with_fields
@@ -104,7 +105,7 @@ def _with_masters(finding: Finding, case: Case, weights_s: float) -> Finding | N
         saves_s=weights_s,
         prediction=(
             "No weight or gradient is cast; AdamW moves 28 bytes a parameter either way. Left "
-            "out: AdamW's other costs." + case.host_limit(weights_s)
+            "out: AdamW's other costs." + host_limit(case, weights_s)
         ),
     )
 
@@ -140,6 +141,6 @@ def _gain(case: Case, weights_s: float) -> tuple[float, float, str]:
         f"in fp32 moves half as many bytes: half of {format_time(wide_s)}"
         + (f", and of the {format_time(update_s)} of AdamW" if update_s else "")
         + "."
-        + case.host_limit(saves_s)
+        + host_limit(case, saves_s)
     )
     return saves_s, weights_s + others_s + wide_s, prediction

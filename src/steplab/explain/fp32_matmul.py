@@ -3,6 +3,7 @@ import re
 from steplab.costs.kernel_time import product_s
 from steplab.explain.case import Case, in_seconds, stated_peak
 from steplab.explain.shapes import product_of
+from steplab.explain.waiting import host_limit
 from steplab.records.finding import Finding
 from steplab.records.profile import OpStats, Profile
 from steplab.units import format_percent, format_time, three_digits
@@ -79,5 +80,5 @@ def _gain(case: Case, ops: list[OpStats]) -> tuple[float | None, str]:
         f"Each product is shortened according to its sizes, a large one by the ratio of the peaks, "
         f"{three_digits(ratio)} ({stated_peak('tf32', gpu)}; {stated_peak('fp32', gpu)}): TF32 is assumed to reach the "
         "same share of its peak as fp32, which holds for large products (0.77 and 0.76 on an H200 at 8192)."
-        + case.host_limit(saves_s)
+        + host_limit(case, saves_s)
     )

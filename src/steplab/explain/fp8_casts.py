@@ -2,6 +2,7 @@ import re
 
 from steplab.errors import UserError
 from steplab.explain.case import Case
+from steplab.explain.waiting import host_limit
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
 from steplab.specs.resolve import with_fields
@@ -48,7 +49,7 @@ def fp8_casts(case: Case) -> Finding | None:
         at_most=True,
         prediction=(
             "At most: all of them. steplab's kernel writes both layouts in one pass, which takes time too, and a fused "
-            "kernel here may compute more than the cast." + case.host_limit(now_s)
+            "kernel here may compute more than the cast." + host_limit(case, now_s)
         ),
         fields=fields,
     )

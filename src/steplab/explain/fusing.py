@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from steplab.explain.case import ACROSS, Case, in_seconds
 from steplab.explain.vocabulary import padding_saves_s
-from steplab.explain.waiting import is_launch_bound
+from steplab.explain.waiting import host_limit, is_launch_bound
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import CompiledShares
 from steplab.units import format_percent, format_time
@@ -101,8 +101,10 @@ def fusable_elementwise(case: Case) -> Finding | None:
         evidence["device time that fusing saves"] = fusing.fused_s
         if fusing.products_s:  # zero would be no measurement: without a dry run unpadded products are unknown
             evidence["device time that matrix products save"] = fusing.products_s
-        num_fewer = fusing.num_kernels * (1 - fusing.shares.kernels)
-        fewer = (Evidence(what="kernels per step that fusing saves", value=num_fewer, unit=""),)
+        saved = 1 - fusing.shares.kernels
+        if not is_launch_bound(case):
+            evidence["gaps between kernels that fusing saves"] = fusing.gaps_s * saved
+        fewer = (Evidence(what="kernels per step that fusing saves", value=fusing.num_kernels * saved, unit=""),)
     return Finding(
         kind="fusable_elementwise",
         title=f"{'Kernels' if case.is_gpu else 'Operators'} that could be fused take {share} of the device's work",
@@ -121,6 +123,7 @@ def fusable_elementwise(case: Case) -> Finding | None:
         saves_s=saves_s,
         prediction=prediction,
         fields=fields,
+        includes="vocabulary_padding" if padding_saves_s(case) and not is_launch_bound(case) else "",
     )
 
 
@@ -141,7 +144,7 @@ def _gain(case: Case, fusing: Fusing) -> tuple[float | None, str]:
         told += f" The compiler pads products with the vocabulary, which saves {format_time(fusing.products_s)}."
     if case.step_s is None or not is_launch_bound(case):
         saves_s = max(0.0, fusing.saves_s)
-        return saves_s, told + case.host_limit(saves_s)
+        return saves_s, told + host_limit(case, saves_s)
     device_s = case.busy_s + fusing.gaps_s - fusing.saves_s
     told += (
         " Launches limit the step: it is assumed to last as long as they do, where compiling leaves "

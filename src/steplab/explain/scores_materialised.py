@@ -5,6 +5,7 @@ from math import prod
 from steplab.costs.kernel_time import Product, attention_s
 from steplab.explain.case import Case, in_seconds, stated_peak
 from steplab.explain.shapes import Shape, product_of, shapes_of, softmax_inputs
+from steplab.explain.waiting import host_limit
 from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import ATTENTION_PARTS, OpStats, Profile
@@ -128,7 +129,7 @@ def _gain(case: Case, seen: _Seen, now_s: float) -> tuple[float | None, str]:
     return saves_s, (
         f"A fused kernel computes {masked}, and five products for four in the backward pass, in "
         f"{format_time(fused_s)}: the rate of torch's own on {case.gpu.rates.name}, with "
-        f"{stated_peak(dtype, case.gpu)}." + case.host_limit(saves_s)
+        f"{stated_peak(dtype, case.gpu)}." + host_limit(case, saves_s)
     )
 
 

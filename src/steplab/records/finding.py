@@ -66,6 +66,8 @@ class Finding:
     """Spec fields of the change, as in study files: {'compile': 'default'}."""
     after: str = ""
     """Kind of the finding whose change should come first; empty: none."""
+    includes: str = ""
+    """Kind of the finding whose saving is part of `saves_s`; empty: none."""
     trial: Trial | None = None
 
     @property

@@ -135,7 +135,7 @@ def phase_table(run: Run, profile: MemoryProfile) -> Table:
         {"phase": phase, "peak_bytes": peak_bytes, "unwatched_bytes": counted.get(phase)}
         for phase, peak_bytes in profile.phase_peaks.items()
     )
-    unwatched = "Unwatched is the peak that the allocator counted over the timed steps, without recording."
+    unwatched = "Unwatched is the allocator's own peak with each phase run alone, without recording."
     return Table(
         name="phases",
         columns=(
@@ -156,13 +156,13 @@ def allocation_table(run: Run, allocations: Sequence[Allocation], remark: str | 
         Column(key="together_bytes", header="total"),
         Column(key="category", value=lambda made: category_word(made.category)),
         Column(key="what", header="shaped as", rank=2, wraps_from=20, value=lambda made: _shaped_as(made, run.spec)),
-        Column(key="module", rank=3),
+        Column(key="module", rank=3, folds=True),
         Column(key="line", rank=1, value=lambda made: _place(made)[1]),
         Column(key="function", rank=5, value=lambda made: _place(made)[2]),
         Column(key="phase", rank=4),
         Column(key="shape", rank=6, value=lambda made: None if made.shape is None else shape_text(made.shape)),
         Column(key="dtype", rank=7),
-        Column(key="op", header="operator", rank=8),
+        Column(key="op", header="operator", rank=8, folds=True),
         Column(key="folder", rank=9, wraps_from=24, value=lambda made: _place(made)[0]),
     )
     figures = {"count": _count, "together_bytes": allocated_bytes}

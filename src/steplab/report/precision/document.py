@@ -51,13 +51,13 @@ def _done(numerics: Numerics, audit: Audit) -> str:
 def _scale(audit: Audit, low: str) -> Iterator[str]:
     total = sum(count for _, count in audit.gradient_exponents)
     below = sum(count for exponent, count in audit.gradient_exponents if exponent < SMALLEST_EXPONENT[low])
+    smallest = f"{low}'s smallest number, 2^{SMALLEST_EXPONENT[low]}."
     if audit.loss_scaling and total:
-        yield (
-            f"Scale the loss by {audit.loss_scaling.suggested_scale:g}: without a scale {format_share(below / total)} "
-            f"of the gradients lie below {low}'s smallest number, 2^{SMALLEST_EXPONENT[low]}."
-        )
+        share = format_share(below / total)
+        scale = audit.loss_scaling.suggested_scale
+        yield f"Scale the loss by {scale:g}: {share} of the fp32 run's gradients lie below {smallest}"
     elif total and not below:
-        yield f"The loss needs no scale: no gradient lies below {low}'s smallest number, 2^{SMALLEST_EXPONENT[low]}."
+        yield f"The loss needs no scale: the fp32 run has no gradient below {smallest}"
 
 
 def _loss(audit: Audit) -> Iterator[str]:

@@ -20,9 +20,11 @@ _ELEMENTS = tuple(field.name for field in fields(Elements))
 
 
 def type_table(audit: Audit) -> Table:
+    groups = figures.module_groups(audit)
+    any_layer = "*: any layer. " if any("*" in figures.name_of(group) for group in groups) else ""
     return Table.of(
         "types",
-        figures.module_groups(audit),
+        groups,
         (
             Column(key="name", header="module", value=figures.name_of),
             Column(key="modules", quantity=NUMBER, rank=2, value=len),
@@ -32,7 +34,7 @@ def type_table(audit: Audit) -> Table:
                 for key, rank in zip(figures.TYPES, (0, 1, 0, 1, 1), strict=True)
             ),
         ),
-        caption="*: any layer. gradients: of the parameters; output gradients: backward's input to the module.",
+        caption=f"{any_layer}gradients: of the parameters; output gradients: backward's input to the module.",
     )
 
 

@@ -105,6 +105,6 @@ def _range(precision: str, audit: Audit) -> Iterator[str]:
         return
     shares = [
         (below, f"below 2^{zero}, {low}'s smallest number"),
-        (subnormal, f"below 2^{normal}, where it loses digits"),
+        (subnormal, f"below 2^{normal}, subnormal if in {low}"),
     ]
     yield f"{sentence}: {', '.join(f'{format_share(n / total)} {words}' for n, words in shares if n)}."

@@ -100,13 +100,12 @@ def work_of(ops: Sequence[OpStats], run: Run, profile: Profile, roofs: Roofline)
 
 def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
     roofs = find_roofs(run)
-    parts = any(row.part in ATTENTION_PARTS for row in rows)
-    notes = ["Scores, softmax and values: all kernels of these modules, of any category."] if parts else []
-    notes += [
-        "Time, FLOPs and bytes are per step: FLOPs as executed, 2 for each multiply-add; bytes as if each tensor were "
-        "read or written once, the least there is to move. Rates and shares are of the operators for which both are "
-        "counted."
-    ]
+    notes = ["Figures are per step. Time is of all kernels of a part, of any category."]
+    if any(row.work.flops or row.work.moved_bytes for row in rows):
+        notes.append(
+            "FLOPs are as executed, 2 for each multiply-add; bytes as if each tensor were read or written once, the "
+            "least there is to move. Rates and shares are of the operators for which both are counted."
+        )
     partly = [row for row in rows if 0 < row.work.counted_s < _NEARLY_ALL * row.work.time_s]
     counted = [
         f"{units.format_percent(row.work.counted_s / row.work.time_s)} of {row.phase} {row.part}" for row in partly

@@ -45,7 +45,8 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
 
 
 def _also(finding: Finding, first: Finding) -> str:
-    return f"{saved_words(finding)}{', after that change' if finding.after == first.kind else ''}"
+    of_it = " of it" if finding.kind == first.includes and finding.gain_s is not None else ""
+    return f"{saved_words(finding)}{of_it}{', after that change' if finding.after == first.kind else ''}"
 
 
 def saving_sentence(finding: Finding, step_s: float | None) -> str:
@@ -109,14 +110,15 @@ _SAME_STEP = 0.20
 
 Medians usually repeat within a few per cent.
 """
-_CAPTION = "Each saving is predicted for its change alone, and limited to what the savings above it leave of the step."
+_CAPTION = "Each saving is predicted alone, and limited to what those above leave{}."
 _TO_TRY = "`--try` measures the changes that are options of the step."
 _SIGNED = Quantity(units.format_change)
 
 
 def findings_document(run: Run, findings: Findings) -> Document:
     found = findings.findings
-    caption = f"{_CAPTION} {_TO_TRY}" if any(finding.fields for finding in found) else _CAPTION
+    caption = _CAPTION.format(", a larger batch's not counted" if any(f.tokens_ratio != 1 for f in found) else "")
+    caption += f" {_TO_TRY}" if any(finding.fields for finding in found) else ""
     return Document(
         title=run_title(run),
         subtitle=f"run {run.id} · {run.created_utc} · explained by steplab {findings.steplab_version}",
@@ -154,7 +156,7 @@ def _finding(number: int, finding: Finding, step_s: float | None) -> Section:
 def _gain(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
         if finding.limited_from_s is not None:
-            return f"It saves {saved_words(finding)}, but the changes above already save the whole step."
+            return f"It saves {saved_words(finding)}, but overlaps with those above."
         return "This record does not allow a prediction of the saving."
     return f"The change saves {saving_words(finding, step_s)}."
 

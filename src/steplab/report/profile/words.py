@@ -152,10 +152,10 @@ def softmax_sentence(run: Run, profile: Profile) -> str | None:
     product = work_of([op for op in ops if part_of(op) == "scores" and op.category == "matmul"], run, profile, roofs)
     if not (soft.flops and product.flops and soft.intensity and product.intensity):
         return None
-    times = f"{soft.time_s / product.time_s:.2f} times the {units.format_time(product.time_s)} of the score product"
+    times = f"{soft.time_s / product.time_s:.2f} times the {units.format_time(product.time_s)} of scores' matmul"
     return (
         f"Softmax takes {units.format_time(soft.time_s)} of {phase}, {times}, with 1/{product.flops / soft.flops:.0f} "
-        f"of its FLOPs: it does {units.three_digits(soft.intensity)} FLOP for each byte it moves, the product "
+        f"of its FLOPs: it does {units.three_digits(soft.intensity)} FLOP for each byte it moves, the matmul "
         f"{units.three_digits(product.intensity)}."
     )
 

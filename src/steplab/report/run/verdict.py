@@ -11,6 +11,7 @@ from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.kit.document import Fact, Verdict
 from steplab.report.kit.grouping import grouped
+from steplab.report.kit.quantities import FLOPS_PER_S
 from steplab.report.kit.text import why_failed
 from steplab.report.run.cells import AXES, COMPARED, RunCell, is_usual, label, said, varying
 from steplab.report.run.effects import Effect, effect_words, effects_of, times_words
@@ -232,7 +233,7 @@ def _named(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
-    """State one run's figures, or the highest of several runs."""
+    """State one run's figures, or the highest of several runs; MFU for each peak."""
     fields = varying(cells)
 
     def of(cell: RunCell, words: str, more: str = "") -> str:
@@ -249,9 +250,12 @@ def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
         yield Fact(figure=units.format_rate(rate, ""), text=of(cell, "tokens/s"))
     used = [(u, c) for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value and not u.exceeds_peak]
     if used:
-        most, cell = max(used, key=lambda one: one[0].value or 0.0)
-        peak = units.format_rate(most.peak_flops_per_s or 0, "FLOP/s")
-        text = of(cell, "MFU", f", of a dense {most.dtype} peak of {peak}")
+        used.sort(key=lambda one: one[0].value or 0.0)
+        most, cell = used[-1]
+        others = [u for u in {u.peak_flops_per_s: u for u, _ in used}.values() if u is not most]
+        text = of(cell, "MFU", f", of a dense {most.dtype} peak of {FLOPS_PER_S.show(most.peak_flops_per_s)}")
+        for u in others:
+            text += f"; {units.format_share(u.value or 0.0)} of {u.dtype}'s {FLOPS_PER_S.show(u.peak_flops_per_s)}"
         yield Fact(figure=units.format_share(most.value or 0.0), text=text)
     peaks = [(p.peak_allocated_bytes, c) for c in cells if (p := c.run.peak)]
     if peaks:
