@@ -17,7 +17,8 @@ Step = Callable[[Any], StepSpec | None]
 
 
 def run_row(run: Run) -> Row:
-    return step_row(run, _kind_of_run(run), RUN_FIGURES)
+    measured = {"steps": len(run.samples_s)} if run.spec and run.samples_s else {}
+    return step_row(run, _kind_of_run(run), RUN_FIGURES) | measured
 
 
 def step_row(record: StepRecord, kind: str, figures: Figures, step: Step = lambda record: record.spec) -> Row:
