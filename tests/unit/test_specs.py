@@ -438,7 +438,9 @@ def specs(field: StepField) -> tuple[StepSpec, StepSpec]:
 
 
 def runs(field: StepField) -> list[Run]:
-    return [dataclasses.replace(make_run(), id=str(index), spec=spec) for index, spec in enumerate(specs(field))]
+    """Untimed, because a row of a timed run has the number of its samples as `steps`."""
+    untimed = dataclasses.replace(make_run(), timing=None)
+    return [dataclasses.replace(untimed, id=str(index), spec=spec) for index, spec in enumerate(specs(field))]
 
 
 def read_at_80_columns(rows: Sequence[Row]) -> set[str]:
