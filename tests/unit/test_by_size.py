@@ -9,6 +9,7 @@ from steplab.records.codec import decode, encode
 from steplab.records.memory import AllocatorState
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
+from steplab.report.kit.table import sheet
 from steplab.report.run.cells import cells_of
 from steplab.report.run.effects import effect_bars, effects_table
 from steplab.report.run.first_steps import first_steps_table
@@ -127,6 +128,16 @@ def test_the_excess_of_the_first_step_is_told_by_phase_with_what_the_allocator_t
     assert row["backward"] == pytest.approx(0.2)
     assert row["optimizer"] == pytest.approx(0.8)
     assert (row["first_growth_bytes"], row["later_growth_bytes"], row["state_bytes"]) == (4000, 500, 200)
+
+
+def test_what_a_compiling_step_did_before_the_first_is_said_where_there_is_one() -> None:
+    def below(timing: Timing) -> str:
+        return sheet(first_steps_table(cells_of([dataclasses.replace(warmed(), timing=timing)]))).below
+
+    assert "an earlier step did this" not in below(WARMED)
+    assert "optimizer's state. Where there is compile time, an earlier step did this." in below(
+        dataclasses.replace(WARMED, first_step_s=20.0)
+    )
 
 
 def test_states_of_the_allocator_are_part_of_the_record() -> None:

@@ -110,6 +110,14 @@ def test_a_cpus_times_are_those_of_single_calls() -> None:
     assert "Calls are timed one by one, each after a barrier" in text
 
 
+def test_calls_on_a_cpu_are_not_told_to_be_timed_by_events_as_a_gpus_beside_them() -> None:
+    run = make_comm({"backend": ["nccl", "peer_copy", "gloo"], "collective": ["all_reduce"]}, ranks=2)
+    text = " ".join(render_comm(run, width=160).split())
+    assert "Calls of nccl and peer_copy are timed back to back by events on the device, short ones" in text
+    assert "Calls of gloo are timed one by one, each after a barrier, by the host's clock." in text
+    assert "(steplab's peer_copy) reaches" in text
+
+
 def test_the_profile_is_without_a_cell_that_had_not_settled_and_says_so() -> None:
     lists: dict[str, Sequence[object]] = {"backend": ["gloo"], "collective": ["all_reduce"]}
     run = make_comm(lists, ranks=2)

@@ -1,4 +1,5 @@
 import dataclasses
+from collections.abc import Sequence
 from statistics import median
 
 import pytest
@@ -105,6 +106,36 @@ def test_tokens_are_not_told_of_a_model_that_sizes_its_batches_itself(run: DdpRu
     own = dataclasses.replace(run, facts=dataclasses.replace(sure(run.facts), knows_tokens=False))
     assert {row["tokens_per_s"] for row in figures.ddp_rows(own)} == {None}
     assert None not in {row["tokens_per_s"] for row in figures.ddp_rows(run) if row["step_s"]}
+
+
+def test_a_bucket_size_is_the_best_of_several_and_the_models_beside_the_best_measured(run: DdpRun) -> None:
+    def told(cells: Sequence[DdpCell]) -> str:
+        return " ".join(render_ddp(dataclasses.replace(run, cells=tuple(cells)), "md").split())
+
+    theirs = [cell for cell in run.cells if cell.contender.kind == "torch_ddp"]
+    others = [cell for cell in run.cells if cell.contender.kind != "torch_ddp"]
+    best = sure(figures.best_ddp(theirs)).contender
+    assert f" at its best bucket size, {best.bucket_size_mb:g} MB." in told(run.cells)
+    assert ") at 1 MB." in told([*others, theirs[0]])
+    ours = sure(figures.best(cell for cell in run.cells if cell.contender.kind == "bucketed")).contender
+    model = f"the model's best bucket size is {sure(run.model).best_bucket_mb:.3g} MB, the best measured "
+    assert f"{model}{ours.bucket_size_mb:g} MB (bucketed)." in told(run.cells)
+    assert f"{model}{best.bucket_size_mb:g} MB (torch DDP)." in told([others[0], *theirs])
+    assert "the best measured" not in told(others[:1])
+
+
+def test_names_with_commas_are_told_apart_and_peer_copy_is_explained() -> None:
+    run = make_ddp_run(("none", "bucketed"))
+    by_copies = [
+        dataclasses.replace(
+            cell, contender=dataclasses.replace(cell.contender, transport="peer_copy"), notes=("as noted",)
+        )
+        for cell in run.cells[1:3]
+    ]
+    text = " ".join(render_ddp(dataclasses.replace(run, cells=(run.cells[0], *by_copies)), width=400).split())
+    assert "as noted (bucketed 1 MB, peer_copy; bucketed 10 MB, peer_copy)" in text
+    assert "peer_copy: steplab's copies between GPUs." in text
+    assert "peer_copy:" not in render_ddp(run, width=400)
 
 
 def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -> None:

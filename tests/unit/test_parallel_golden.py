@@ -56,7 +56,7 @@ def test_where_less_was_allocated_than_is_held_no_count_of_all_and_no_peak_is_to
     assert figures.peak_bytes(cell(run, "torch DDP 400 MB")) is None
     assert figures.peak_bytes(cell(run, "torch DDP 25 MB")) == pytest.approx(45.1 * 2**30, rel=1e-2)
     (text,) = (text for text in facts(run) if "Other memory and the peak are not known" in text)
-    assert "torch DDP 100 MB, torch DDP 400 MB, torch DDP 1000 MB, sharded 100 MB: an earlier" in text
+    assert "torch DDP 100 MB; torch DDP 400 MB; torch DDP 1000 MB; sharded 100 MB: an earlier" in text
 
 
 def test_a_baseline_that_was_disturbed_is_told(studies: dict[str, DdpRun]) -> None:

@@ -9,7 +9,9 @@ from tests.rendering import render_page
 from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
 from tests.stored_records import stored
 
+from steplab import units
 from steplab.explain.api import explain
+from steplab.records.disturbances import disturbances
 from steplab.records.failure import Failure
 from steplab.records.finding import Findings
 from steplab.records.numerics import Numerics
@@ -182,6 +184,28 @@ def test_mfu_of_another_peak_is_no_lower_one() -> None:
     assert f"{told.figure} {told.text}" == (
         "42.0 % MFU, the highest, of a dense fp32 peak of 67.0 TFLOP/s (small); 7.9 % of tf32's 494 TFLOP/s"
     )
+
+
+def test_the_highest_rate_is_of_a_run_without_a_warning_if_there_is_one() -> None:
+    small, large = (steps(make_run({"model": model}), *(0.1,) * 12) for model in ("small", "large"))
+    fast = steps(large, *(0.001 if n % 2 else 0.05 for n in range(12)))
+    assert disturbances(fast)
+    assert not disturbances(small)
+
+    def highest(*runs: Run) -> str:
+        return next(f"{fact.figure}{fact.text}" for fact in facts(cells_of(runs)) if "tokens/s" in fact.text)
+
+    rate = units.format_rate((small.tokens_per_step or 0) / 0.1, "")
+    assert highest(small, fast) == f"{rate}tokens/s, the highest without a warning (small)"
+    assert highest(small, steps(large, *(0.2,) * 12)) == f"{rate}tokens/s, the highest (small)"
+    assert highest(fast, replace(fast, id="other")).endswith("tokens/s, the highest (large)")
+
+
+def test_the_rate_of_a_layout_is_of_all_its_gpus() -> None:
+    runs = [make_run({"layout": "dp=4", "model": model}) for model in ("small", "large")]
+    assert re.search(r"That is [\d.]+ k tokens/s on 4 GPUs;", " ".join(answer(runs[:1]).sentences))
+    assert any(fact.text.startswith("tokens/s on 4 GPUs, the highest") for fact in facts(cells_of(runs)))
+    assert "GPUs" not in " ".join(answer([make_run()]).sentences)
 
 
 def test_too_few_samples_have_a_range_and_no_interval() -> None:

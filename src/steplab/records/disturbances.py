@@ -25,7 +25,7 @@ MEANINGS = {"unsteady": "the step time did not settle", WAITS: "the GPU waits fo
 """Legend of the words that do not explain themselves."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Disturbance:
     word: str
     text: str
@@ -46,13 +46,15 @@ def _found(run: Run) -> Iterator[Disturbance]:
     if timing is None or step is None or not step.best_s:
         return
     if far := stats.doubtful_outliers(step.best_s):
-        yield Disturbance("outliers", f"{far} of {counted(len(step.best_s), 'step')} took more than twice the median.")
+        yield Disturbance(
+            word="outliers", text=f"{far} of {counted(len(step.best_s), 'step')} took more than twice the median."
+        )
     if never_settles(run):
-        yield Disturbance("unsteady", f"The step time did not settle in {len(curve(timing))} steps.")
+        yield Disturbance(word="unsteady", text=f"The step time did not settle in {len(curve(timing))} steps.")
     if waits_for_host(timing.back_to_back):
         share = format_limit(HARDLY_AHEAD)
         text = f"The GPU waits for Python, which is less than {share} of a step ahead: CPU speed affects this time."
-        yield Disturbance(WAITS, text)
+        yield Disturbance(word=WAITS, text=text)
     if environment is None:
         return
     if busy := busy_machine(environment, num_processes=max(len(run.ranks), 1)):
@@ -60,12 +62,12 @@ def _found(run: Run) -> Iterator[Disturbance]:
     if others := environment.device.other_processes:
         who = "One other process" if others == 1 else f"{others} other processes"
         computed = "if it computed there, all times are longer, and steady all the same."
-        yield Disturbance("shared GPU", f"{who} had the GPU open during the measurement; {computed}")
+        yield Disturbance(word="shared GPU", text=f"{who} had the GPU open during the measurement; {computed}")
     if slowed := [reason for reason in environment.device.clock_limits or () if reason in _SLOWDOWNS]:
-        yield Disturbance("slowed clock", f"The GPU ran below its clock: {', '.join(slowed)}.")
+        yield Disturbance(word="slowed clock", text=f"The GPU ran below its clock: {', '.join(slowed)}.")
     if (suspended_s := environment.suspended_s or 0.0) >= _SUSPENDED_S:
         yield Disturbance(
-            "suspended", f"The machine was suspended for {format_time(suspended_s)} during the measurement."
+            word="suspended", text=f"The machine was suspended for {format_time(suspended_s)} during the measurement."
         )
 
 
@@ -85,10 +87,10 @@ def busy_machine(environment: Environment, num_processes: int = 1) -> Disturbanc
         if others < _NOTICEABLE * cpus or others + threads <= cpus:
             return None
         used = f"Other processes kept {others:.1f} of {counted(cpus, 'processor')} busy during the measurement."
-        return Disturbance(BUSY, used)
+        return Disturbance(word=BUSY, text=used)
     load = environment.load_average
     wanted = max(cpus, threads * num_processes)
     if load is None or load <= _CROWDED * wanted:
         return None
     text = f"{load:.1f} processes were runnable on {counted(cpus, 'processor')} in the minute before measuring."
-    return Disturbance(BUSY, text)
+    return Disturbance(word=BUSY, text=text)

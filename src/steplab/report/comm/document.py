@@ -15,6 +15,7 @@ from steplab.specs.comm import COLLECTIVES
 from steplab.stats import summarize
 
 _APART = 0.1
+_SAID = {"peer_copy": "steplab's peer_copy"}
 
 
 def comm_name(run: CommRun) -> str:
@@ -45,7 +46,7 @@ def _sentences(run: CommRun, measured: Sequence[CommCell]) -> Iterator[str]:
 
 def _bandwidth(name: str, way: str, ranks: int, cells: Sequence[CommCell], run: CommRun) -> str:
     longest, shortest = (pick(cells, key=lambda cell: cell.message_bytes) for pick in (max, min))
-    told = f"{name} over {units.counted(ranks, 'rank')} ({way}) "
+    told = f"{name} over {units.counted(ranks, 'rank')} ({_SAID.get(way, way)}) "
     if (bandwidth := longest.bus_bandwidth) and longest.wire_bytes and longest.slowest:
         times = summarize(longest.slowest.best_s)
         low, high = (GB_PER_S.show(longest.wire_bytes / time_s) for time_s in (times.high, times.low))
@@ -193,14 +194,9 @@ def bandwidth_table(cells: Sequence[CommCell]) -> Table:
     )
 
 
-_TIMED_ONE_BY_ONE = "Calls are timed one by one, each after a barrier, by the host's clock."
-_TIMED_BACK_TO_BACK = (
-    "Calls follow each other back to back and are timed by events on the device, short ones several at a time."
-)
-_TIMED_EACH = (
-    "Calls follow each other back to back with an event around each: times of short messages, and α, include event "
-    "and launch overhead."
-)
+_ONE_BY_ONE = "one by one, each after a barrier, by the host's clock"
+_BACK_TO_BACK = "back to back by events on the device, short ones several at a time"
+_EACH = "back to back by an event around each: times of short messages, and α, include event and launch overhead"
 
 
 def comm_rows(cells: Sequence[CommCell]) -> list[Row]:
@@ -218,11 +214,7 @@ def comm_rows(cells: Sequence[CommCell]) -> list[Row]:
 
 
 def _cells(run: CommRun) -> Table:
-    ranks = [times for cell in run.cells for times in cell.ranks]
-    on_device = [times for times in ranks if times.device_s]
-    how = _TIMED_BACK_TO_BACK if on_device else _TIMED_ONE_BY_ONE
-    if any(times.num_waits is None for times in on_device):
-        how = _TIMED_EACH
+    on_device = any(times.device_s for cell in run.cells for times in cell.ranks)
     columns = (
         *_HEAD,
         Column(key="size_bytes", header="size", quantity=MESSAGE, shared="{}"),
@@ -233,9 +225,22 @@ def _cells(run: CommRun) -> Table:
         name="cells",
         columns=tuple(column for column in columns if on_device or column.key != "alone_s"),
         rows=tuple(comm_rows(run.cells)),
-        caption=f"Times of the slowest rank. {how} Results were checked before they were timed.",
+        caption=f"Times of the slowest rank. {_how_timed(run.cells)}Results were checked before they were timed.",
         empty="nothing was measured",
     )
+
+
+def _how_timed(cells: Sequence[CommCell]) -> str:
+    timed = grouped([cell for cell in cells if cell.slowest], _way_of_timing)
+    ways = {how: units.listed(list(dict.fromkeys(cell.spec.transport for cell in own))) for how, own in timed.items()}
+    return "".join(f"Calls{f' of {way}' if len(ways) > 1 else ''} are timed {how}. " for how, way in ways.items())
+
+
+def _way_of_timing(cell: CommCell) -> str:
+    on_device = [times for times in cell.ranks if times.device_s]
+    if not on_device:
+        return _ONE_BY_ONE
+    return _EACH if any(times.num_waits is None for times in on_device) else _BACK_TO_BACK
 
 
 def _profile(profile: Sequence[CommFit]) -> Table:

@@ -50,7 +50,9 @@ def _answer(comparison: Comparison) -> str:
         return f"Undecided{named(found)}{advice}."
     better = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.decision == "lower"]
     if better:
-        return f"B is better{named(sorted(better, key=lambda figure: figure.b / figure.a))}; nothing is worse."
+        rest = list(dict.fromkeys(figure.name for figure in comparison.deciding if figure not in better))
+        others = f"; {units.listed(rest)} no worse{' elsewhere' if cells > 1 else ''}" if rest else ""
+        return f"B is better{named(sorted(better, key=lambda figure: figure.b / figure.a))}{others}."
     if open_ones := [
         figure for figure in comparison.deciding if figure.ratio and figure.ratio.decision == "not higher"
     ]:

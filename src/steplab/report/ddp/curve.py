@@ -79,7 +79,8 @@ def _note(model: OverheadModel | None) -> str:
     if model is None:
         return note + " The model has no curve: too little was measured to fit a bandwidth and an overhead per call."
     return (
-        f"{note} Dashed: the model in which the last bucket is exposed when the backward pass ends, or whatever the "
+        f"{note} Dashed: the model in which the last bucket is exposed when the backward pass "
+        f"of {units.format_time(model.backward_s)} ends, or whatever the "
         f"link has not sent by then. Dotted: the overhead of every call is exposed as well. The model is fitted to the "
         f"communication alone of {model.num_fitted} variants, {units.format_message(model.gradient_bytes)} at "
         f"{units.format_rate(model.bytes_per_s, 'B/s')} and {units.format_time(model.call_s)} per call, with an error "

@@ -63,7 +63,7 @@ def facts(run: DdpRun) -> Iterator[str]:
         yield "Whether the host was ahead of the devices before each step is not recorded."
     if uncounted := [cell.contender.label for cell in run.cells if any(rank.baseline_freed for rank in cell.ranks)]:
         yield (
-            f"Other memory and the peak are not known for {', '.join(uncounted)}: an earlier variant's memory was "
+            f"Other memory and the peak are not known for {'; '.join(uncounted)}: an earlier variant's memory was "
             "freed during the measurement."
         )
 
@@ -72,19 +72,22 @@ def model_words(run: DdpRun) -> Iterator[str]:
     model = run.model
     if model is None:
         return
+    best = figures.best(cell for cell in run.cells if cell.contender.kind == "bucketed") or figures.best_ddp(run.cells)
+    found = best.contender if best else None
+    measured = f", the best measured {found.bucket_size_mb:g} MB ({found.family})" if found else ""
     yield (
         "Model: s bytes of gradients in n buckets, with bandwidth w and overhead o per call, take n o + s / w alone. "
         "Exposed are all overheads and the last bucket, n o + s / (n w), least for buckets of sqrt(s w o). Here s = "
         f"{units.format_message(model.gradient_bytes)}, w = {units.format_rate(model.bytes_per_s, 'B/s')}, "
-        f"o = {units.format_time(model.call_s)} and backward takes {units.format_time(model.backward_s)}: the best "
-        f"bucket size is {model.best_bucket_mb:.3g} MB."
+        f"o = {units.format_time(model.call_s)}: the model's best bucket size is {model.best_bucket_mb:.3g} MB"
+        f"{measured}."
     )
 
 
 def notes_of(run: DdpRun) -> list[str]:
     """List each distinct note once, with the variants that have it."""
     found = told_once((cell.contender.label, note) for cell in run.cells for note in cell.notes)
-    return [*run.notes, *(f"{note} ({', '.join(labels)})" for note, labels in found.items())]
+    return [*run.notes, *(f"{note} ({'; '.join(labels)})" for note, labels in found.items())]
 
 
 EXPOSED_COLOR = 2
@@ -114,7 +117,7 @@ def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: 
     between = f" ({show(bounds[0])} to {show(bounds[1])})" if bounds else ""
     told = [f"step {show(figures.step_s(cell) or 0.0)}"]
     told += ["shortest step"] if cell is winner else []
-    told += ["torch DDP's best bucket size"] if cell is theirs else []
+    told += ["fastest torch DDP"] if cell is theirs else []
     told += ["doubtful: wide interval"] if figures.is_vague(cell) else []
     tip = f"{name}: {show(added_s)} exposed{between}"
     return Bar(
@@ -192,7 +195,7 @@ def _sentences(run: DdpRun) -> Iterator[str]:
         winner, verb = next_best or winner, "adds"
     yield _adds(winner, verb)
     if theirs and theirs is not winner:
-        yield _against(winner, theirs)
+        yield _against(winner, theirs, compared)
     if theirs is winner and next_best:
         yield f"Next best: {next_best.contender.label} adds {_added(next_best)}."
     yield from _hidden(winner)
@@ -222,21 +225,17 @@ def _added(cell: DdpCell) -> str:
     return f"{units.format_time(added_s)}{between}"
 
 
-def _against(winner: DdpCell, theirs: DdpCell) -> str:
+def _against(winner: DdpCell, theirs: DdpCell, compared: Sequence[DdpCell]) -> str:
     """Example: 'That is 0.30 of the 17.1 ms (16.2 ms to 18.0 ms) that …', or a remark that the intervals overlap."""
-    adds = f"torch DDP adds at its best bucket size, {_size(theirs)}"
+    sizes = sum(cell.contender.kind == "torch_ddp" for cell in compared)
+    at = f"at {'its best bucket size, ' if sizes > 1 else ''}{theirs.contender.bucket_size_mb:g} MB"
     added_s, theirs_s = figures.exposed_s(winner) or 0.0, figures.exposed_s(theirs) or 0.0
     own, other = figures.exposed_range_s(winner), figures.exposed_range_s(theirs)
     if added_s <= 0 or theirs_s <= 0:
-        return f"torch DDP adds {_added(theirs)} at its best bucket size, {_size(theirs)}."
+        return f"torch DDP adds {_added(theirs)} {at}."
     if own and other and own[1] >= other[0]:
-        return f"That is within the uncertainty of the {_added(theirs)} that {adds}."
-    return f"That is {added_s / theirs_s:.2f} of the {_added(theirs)} that {adds}."
-
-
-def _size(cell: DdpCell) -> str:
-    size = cell.contender.bucket_size_mb
-    return "torch's own" if size is None else f"{size:g} MB"
+        return f"That is within the uncertainty of the {_added(theirs)} that torch DDP adds {at}."
+    return f"That is {added_s / theirs_s:.2f} of the {_added(theirs)} that torch DDP adds {at}."
 
 
 def _hidden(cell: DdpCell) -> Iterator[str]:
@@ -270,14 +269,14 @@ def _cautions(run: DdpRun) -> Iterator[str]:
         )
     if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
         yield (
-            f"Warning: the GPU waits for Python, which is less than 1 % of a step ahead: {', '.join(late)}. Exposed "
+            f"Warning: the GPU waits for Python, which is less than 1 % of a step ahead: {'; '.join(late)}. Exposed "
             "communication there includes these waits."
         )
     if vague := [cell.contender.label for cell in figures.timed(run) if figures.is_vague(cell)]:
-        yield (f"Warning: doubtful, with intervals wider than half the messages' time alone: {', '.join(vague)}.")
+        yield f"Warning: doubtful, with intervals wider than half the messages' time alone: {'; '.join(vague)}."
     if apart := [cell.contender.label for cell in run.cells if (cell.deviation or 0.0) > _APART]:
         yield (
-            f"Warning: parameters differ from one process's: {', '.join(apart)}. Wrong gradients or updates do that, "
+            f"Warning: parameters differ from one process's: {'; '.join(apart)}. Wrong gradients or updates do that, "
             "and gradients of rounding alone, dropout, or batches without a seed."
         )
     for cell in run.cells:
@@ -323,9 +322,12 @@ def ddp_cell_line(cell: DdpCell) -> str:
 def _sections(run: DdpRun) -> Iterator[Section]:
     yield Section.of("Exposed communication", exposed_bars(run), Sentences.of(facts(run), "note"))
     rows = figures.ddp_rows(run)
+    copies = (
+        " peer_copy: steplab's copies between GPUs." if any(row["transport"] == "peer_copy" for row in rows) else ""
+    )
     yield Section.of(
         "Time and communication",
-        _table("time", figures.time_figures(run), rows, "Medians of the slowest rank.", RESULT),
+        _table("time", figures.time_figures(run), rows, f"Medians of the slowest rank.{copies}", RESULT),
     )
     yield Section.of("Bucket size", later(bucket_curve, run), Sentences.of(model_words(run)))
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]

@@ -150,14 +150,15 @@ def category_table(run: Run, profile: Profile) -> Table:
 
 
 def kernel_table(profile: Profile) -> Table:
-    word = words.kernels_word(profile).removesuffix("s")
+    word, kernels = words.kernels_word(profile).removesuffix("s"), top_kernels(profile)
+    of_several = "; ≈ marks the median of several ranges' medians"
 
     def median(kernel: TopKernel) -> Scalar:
         return kernel.median_s if kernel.median_is_exact else f"≈ {units.format_time(kernel.median_s)}"
 
     return Table.of(
         "kernels",
-        top_kernels(profile),
+        kernels,
         (
             Column(key="short", header=word, wraps_from=36),
             Column(key="category", rank=2),
@@ -173,7 +174,7 @@ def kernel_table(profile: Profile) -> Table:
                 quantity=_CALLS,
                 rank=5,
                 note="Ranges: how many it runs in.",
-                value=lambda kernel: len(kernel.ranges),
+                value=lambda kernel: len(kernel.ranges) if any(kernel.ranges) else None,
             ),
             Column(key="calls", quantity=_CALLS, rank=1),
             Column(key="time_s", header="time"),
@@ -182,7 +183,7 @@ def kernel_table(profile: Profile) -> Table:
                 key="median_s",
                 header="median",
                 rank=4,
-                note="Median: of a call; ≈ marks the median of several ranges' medians.",
+                note=f"Median: of a call{'' if all(kernel.median_is_exact for kernel in kernels) else of_several}.",
                 value=median,
             ),
         ),

@@ -51,7 +51,7 @@ def agreement(span: Span, profile: Profile) -> str | None:
 def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
     device, show = device_word(profile), units.format_time
     if off > 0:
-        return f"{kernels_word(profile)} are slower under the profiler"
+        return "profiled steps do more, or run slower"
     waits_for_host = span.host_bound_s > max(span.idle_s, TOLERANCE * span.window_s)
     with_gaps = (span.busy_s + span.idle_s) / timed_s - 1
     if abs(with_gaps) <= TOLERANCE:

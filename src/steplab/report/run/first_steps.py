@@ -10,6 +10,8 @@ from steplab.report.kit.quantities import TIME
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.one_run import phase_names
 
+_COMPILED = "Where there is compile time, an earlier step did this."
+
 
 def first_steps_table(cells: Sequence[RunCell]) -> Table:
     fields = varying(cells)
@@ -25,7 +27,7 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table:
                 Column(key=name, header=f"+ {name}", quantity=TIME, rank=1, value=partial(_excess_s, name))
                 for name in parts
             ),
-            Column(key="compile_s", header="compile time", rank=2, value=_compile_s),
+            Column(key="compile_s", header="compile time", rank=2, note=_COMPILED, value=_compile_s),
             Column(
                 key="first_growth_bytes",
                 header="reserved in the first",

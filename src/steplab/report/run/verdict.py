@@ -45,7 +45,7 @@ def _one(run: Run) -> Iterator[str]:
     yield f"A step takes {units.format_time(summary.median)} ({interval_words(summary)})."
     told = []
     if run.tokens_per_step:
-        told.append(units.format_rate(run.tokens_per_step / summary.median, " tokens/s"))
+        told.append(units.format_rate(run.tokens_per_step / summary.median, f" {_tokens_per_s(run)}"))
     used = run.utilization("mfu", "causal")
     if used and used.value is not None and (achieved := achieved_flops_per_s(used)):
         rate, peak = (units.format_rate(value, "FLOP/s") for value in (achieved, used.peak_flops_per_s or 0.0))
@@ -57,6 +57,12 @@ def _one(run: Run) -> Iterator[str]:
     yield from _fewer_threads([run])
     if used and used.value is None:
         yield f"Its MFU is not known: {used.peak_source}."
+
+
+def _tokens_per_s(run: Run) -> str:
+    ranks = run.spec.layout.world_size if run.spec else 1
+    on_gpus = run.environment is not None and run.environment.device.kind == "cuda"
+    return f"tokens/s on {ranks} {'GPUs' if on_gpus else 'ranks'}" if ranks > 1 else "tokens/s"
 
 
 def _fewer_threads(runs: Sequence[Run]) -> Iterator[str]:
@@ -236,30 +242,38 @@ def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
     """State one run's figures, or the highest of several runs; MFU for each peak."""
     fields = varying(cells)
 
-    def of(cell: RunCell, words: str, more: str = "") -> str:
+    def of(cell: RunCell, words: str, more: str = "", which: str = "the highest") -> str:
         if len(cells) == 1:
             return words + more
         told = [f for f in fields if f in AXES or (f in _NAMED and not is_usual(f, cell.values[f]))]
-        return f"{words}, the highest{more} ({label(cell, told)})"
+        return f"{words}, {which}{more} ({label(cell, told)})"
 
     if len(cells) == 1 and (step_s := cells[0].run.median_s):
         yield Fact(figure=units.format_time(step_s), text="a step")
     rates = [(c.run.tokens_per_step / c.run.median_s, c) for c in cells if c.run.tokens_per_step and c.run.median_s]
     if rates:
-        rate, cell = max(rates, key=lambda one: one[0])
-        yield Fact(figure=units.format_rate(rate, ""), text=of(cell, "tokens/s"))
-    used = [(u, c) for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value and not u.exceeds_peak]
+        rate, cell, which = _highest(rates)
+        yield Fact(figure=units.format_rate(rate, ""), text=of(cell, _tokens_per_s(cell.run), which=which))
+    used = {c.id: u for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value and not u.exceeds_peak}
     if used:
-        used.sort(key=lambda one: one[0].value or 0.0)
-        most, cell = used[-1]
-        others = [u for u in {u.peak_flops_per_s: u for u, _ in used}.values() if u is not most]
-        text = of(cell, "MFU", f", of a dense {most.dtype} peak of {FLOPS_PER_S.show(most.peak_flops_per_s)}")
+        share, cell, which = _highest([(used[c.id].value or 0.0, c) for c in cells if c.id in used])
+        most = used[cell.id]
+        by_peak = {u.peak_flops_per_s: u for u in sorted(used.values(), key=lambda one: one.value or 0.0)}
+        others = [u for u in by_peak.values() if u.dtype != most.dtype]
+        more = f", of a dense {most.dtype} peak of {FLOPS_PER_S.show(most.peak_flops_per_s)}"
+        text = of(cell, "MFU", more, which)
         for u in others:
             text += f"; {units.format_share(u.value or 0.0)} of {u.dtype}'s {FLOPS_PER_S.show(u.peak_flops_per_s)}"
-        yield Fact(figure=units.format_share(most.value or 0.0), text=text)
+        yield Fact(figure=units.format_share(share), text=text)
     peaks = [(p.peak_allocated_bytes, c) for c in cells if (p := c.run.peak)]
     if peaks:
         size, cell = max(peaks, key=lambda one: one[0])
         total = cell.run.memory.total_bytes if cell.run.memory else None
         of_total = f", of {units.format_bytes(total)} on the device" if total else ""
         yield Fact(figure=units.format_bytes(size), text=of(cell, "peak of allocated memory", of_total))
+
+
+def _highest(found: Sequence[tuple[float, RunCell]]) -> tuple[float, RunCell, str]:
+    """Highest figure of runs without a warning, if there are any."""
+    figure, cell = max(found, key=lambda one: (not disturbances(one[1].run), one[0]))
+    return figure, cell, "the highest without a warning" if figure < max(other for other, _ in found) else "the highest"
