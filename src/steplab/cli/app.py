@@ -25,6 +25,7 @@ from cyclopts import (
     ArgumentCollection,
     CycloptsError,
     MissingArgumentError,
+    Parameter,
     UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
@@ -111,6 +112,7 @@ app = App(
     "report them.\n\nStart with: steplab run",
     version=__version__,
     config=as_meant,
+    default_parameter=Parameter(negative=""),
     help_format="plaintext",  # the Markdown renderer alone would cost a fifth of the time `--help` takes
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # main() reports it
@@ -254,7 +256,8 @@ def _commands(above: App, words: tuple[str, ...] = ()) -> Iterator[tuple[str, se
         if one.default_command is None:
             yield from _commands(one, path)
         elif not name.startswith("-"):
-            yield " ".join(path), {name for argument in one.assemble_argument_collection() for name in argument.names}
+            arguments = one.assemble_argument_collection(default_parameter=app.default_parameter)
+            yield " ".join(path), {name for argument in arguments for name in argument.names}
 
 
 def _fail(message: str, code: int, arguments: list[str]) -> int:

@@ -74,6 +74,7 @@ def field_options(
                 name=option_name(field.key),
                 help=_help(field, with_defaults),
                 metavar="" if kind is str else None,
+                negative=None,  # a flag of a field has --no- too
                 **under,
             )
             cls.__annotations__[_attribute(field)] = Annotated[kind | None, option]
@@ -188,11 +189,9 @@ class MeasurementOptions:
 
 @options
 class StudyOptions:
-    resume: Annotated[bool, Parameter(help="Continue the newest study of the same measurements", negative="")] = False
+    resume: Annotated[bool, Parameter(help="Continue the newest study of the same measurements")] = False
     timeout: Annotated[str, Parameter(help=timeout_help("a measurement"))] = "1h"
-    dry_run: Annotated[
-        bool, Parameter(help="Only list the measurements; with --resume, the missing ones", negative="")
-    ] = False
+    dry_run: Annotated[bool, Parameter(help="Only list the measurements; with --resume, the missing ones")] = False
 
 
 @options
@@ -200,7 +199,7 @@ class StoreOptions:
     store: Annotated[
         Path | None, Parameter(help="Store [default: $STEPLAB_STORE, else the XDG data folder]", group=_OUTPUT)
     ] = None
-    debug: Annotated[bool, Parameter(help="Show tracebacks", negative="", group=_OUTPUT, show_default=False)] = False
+    debug: Annotated[bool, Parameter(help="Show tracebacks", group=_OUTPUT, show_default=False)] = False
 
 
 @options
@@ -210,7 +209,6 @@ class FileOptions(StoreOptions):
         bool,
         Parameter(
             help="Replace a file that steplab did not write; never the store",
-            negative="",
             group=_OUTPUT,
             show_default=False,
         ),

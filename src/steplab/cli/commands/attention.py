@@ -33,7 +33,6 @@ def attention(
         Parameter(
             help="List the tensors of plain attention in the smallest cell that ran out of memory; "
             "with --gpu, the smallest that would on that GPU",
-            negative="",
         ),
     ] = False,
     gpu: Annotated[str | None, Parameter(help="GPU memory that --derive compares with")] = None,

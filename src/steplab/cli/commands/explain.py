@@ -18,9 +18,7 @@ def explain(
     ] = None,
     /,
     *,
-    try_: Annotated[
-        bool, Parameter(name="--try", help="Measure each proposed change on this machine", negative="")
-    ] = False,
+    try_: Annotated[bool, Parameter(name="--try", help="Measure each proposed change on this machine")] = False,
     timeout: Annotated[str, Parameter(help=timeout_help("a measurement of --try"))] = "1h",
     out: OutputOptions = OutputOptions(),
 ) -> int:

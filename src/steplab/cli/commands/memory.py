@@ -30,9 +30,7 @@ def memory(
             help="File for the raw history (.pickle), for pytorch.org/memory_viz; categories go to FILE.marks.json"
         ),
     ] = None,
-    predict: Annotated[
-        bool, Parameter(help="Compare the peak with the prediction of `plan memory`", negative="")
-    ] = False,
+    predict: Annotated[bool, Parameter(help="Compare the peak with the prediction of `plan memory`")] = False,
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, say, say_stored

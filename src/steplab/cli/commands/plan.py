@@ -44,9 +44,7 @@ def _write(document: "Document", chosen: str, out: PageOptions, record: object =
 
 _Peaks = Annotated[
     tuple[str, ...],
-    Parameter(
-        help="Dense peak in FLOP/s by number format: bf16=989e12 [may be repeated]", negative="", show_default=False
-    ),
+    Parameter(help="Dense peak in FLOP/s by number format: bf16=989e12 [may be repeated]", show_default=False),
 ]
 _Bandwidth = Annotated[float | None, Parameter(help="Memory bandwidth in bytes/s: 4.8e12")]
 _Memory = Annotated[str | None, Parameter(name="--memory", help="Memory of the GPU: 96GiB")]
@@ -153,7 +151,6 @@ def layout(
         Parameter(
             help="Bus bandwidth per GPU: measured, in GB/s (node=330, network=45), or stated "
             "(network=400Gb/s) [may be repeated]",
-            negative="",
             show_default=False,
         ),
     ] = (),
