@@ -2,7 +2,7 @@
 
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,11 +86,14 @@ def imported_run(path: Path, name: str | None) -> Run:
     )
 
 
-def checked_import(path: Path, run: Run) -> Run:
-    run = cleaned(run)
-    with named_file(path):
-        check(run)
-    return run
+def import_run(path: Path, name: str | None, store: Path | str | None, read: Callable[[Run], Run]) -> Run:
+    """Store an empty run with what `read` adds. Raises UserError for an unreadable or invalid file."""
+    with open_store(store, write=True) as opened:
+        run = imported_run(path, name)
+        with named_file(path):
+            run = cleaned(read(run))
+            check(run)
+        return keep(opened, run)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from steplab.errors import Unsupported
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.files import Destination, folder_for, raw_file, rescue, unread
-from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
+from steplab.lab.keeping import Place, checked_name, import_run, keep, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
 from steplab.measurement.jobs import StepTask
@@ -144,9 +144,9 @@ def import_snapshot(
     and since. Raises UserError for a file that is unreadable, no snapshot, too large, or without allocations.
     """
     path = Path(path)
-    with open_store(store, write=True) as opened:
-        run = imported_run(path, name)
-        with named_file(path):
-            found = dataclasses.replace(read_memory(path, on_progress), file=path.name)
-        run = dataclasses.replace(run, memory_profile=found, notes=("timing: an imported snapshot has no timing",))
-        return keep(opened, checked_import(path, run))
+
+    def read(run: Run) -> Run:
+        found = dataclasses.replace(read_memory(path, on_progress), file=path.name)
+        return dataclasses.replace(run, memory_profile=found, notes=("timing: an imported snapshot has no timing",))
+
+    return import_run(path, name, store, read)

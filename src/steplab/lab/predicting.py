@@ -19,6 +19,7 @@ from steplab.costs.weights import elements
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator, RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
+from steplab.plan.dry_run.step import OpenStep, dry_step
 from steplab.plan.dry_run.tensors import Piece
 from steplab.plan.layout.model import ForeignModel, Known, Spread, own_facts
 from steplab.plan.memory import predict_memory
@@ -162,26 +163,17 @@ def memory_of(
     """Predict a step's memory; a trace of a third-party model appends its operators to `operators`. gpu: determines the
     cuBLAS workspace; None: a Hopper GPU.
     """
-    found = _memory_of(spec, variant, gpu, operators)
-    return found if found.model else replace(found, model=facts_of(spec))
-
-
-def _memory_of(
-    spec: StepSpec, variant: Variant | None, gpu: HardwareSpec | None, operators: list[Operator] | None
-) -> MemoryPrediction:
+    model = spread_model(spec) if spec.layout.world_size > 1 else _deep_model(spec)
+    open_step: OpenStep = dry_step
+    if model is not None and spec.layout.world_size > 1:
+        model.refuse_unplanned(spec)
+    elif model is not None and operators is not None and spec.compile == "off":
+        operators.extend(operators_of(spec))
+    elif model is None and is_traced(spec):
+        open_step = partial(_open_traced, operators)
     device = gpu.device_names[0] if gpu and gpu.device_names else None
-    if is_traced(spec) and spec.layout.world_size > 1:
-        model = spread_model(spec)
-        if model is not None:
-            model.refuse_unplanned(spec)
-        return predict_memory(spec, device=device, variant=variant, model=model)
-    if is_traced(spec) and (deep := _deep_model(spec)):
-        if operators is not None and spec.compile == "off":
-            operators.extend(operators_of(spec))
-        return predict_memory(spec, device=device, model=deep)
-    if is_traced(spec):
-        return predict_memory(spec, device=device, open_step=partial(_open_traced, operators))
-    return predict_memory(spec, device=device, variant=variant)
+    found = predict_memory(spec, device=device, variant=variant, open_step=open_step, model=model)
+    return found if found.model else replace(found, model=facts_of(spec))
 
 
 @contextmanager

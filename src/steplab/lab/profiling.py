@@ -10,7 +10,7 @@ from steplab.costs.rates import gpu_named
 from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.files import folder_for, raw_file, rescue, unread
-from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
+from steplab.lab.keeping import Place, checked_name, import_run, keep, named_file, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
 from steplab.lab.planning import DEFAULT_GPU
@@ -103,19 +103,17 @@ def import_trace(
     that is unreadable, no trace, or too large.
     """
     path = Path(path)
-    with open_store(store, write=True) as opened:
-        run = imported_run(path, name)
+
+    def read(run: Run) -> Run:
         if path.is_dir():
             found, ranks = read_ranks(path, on_progress, step_range)
             notes = (f"timing, memory: imported traces of {len(ranks.ranks)} ranks have only profiled steps",)
-            run = dataclasses.replace(run, profile=found, traced_ranks=ranks, notes=notes)
-            return keep(opened, checked_import(path, run))
-        with named_file(path):
-            found = dataclasses.replace(read_profile(path, None, on_progress, step_range), file=path.name)
-        run = dataclasses.replace(
-            run, profile=found, notes=("timing, memory: an imported trace has only profiled steps",)
-        )
-        return keep(opened, checked_import(path, run))
+            return dataclasses.replace(run, profile=found, traced_ranks=ranks, notes=notes)
+        found = dataclasses.replace(read_profile(path, None, on_progress, step_range), file=path.name)
+        notes = ("timing, memory: an imported trace has only profiled steps",)
+        return dataclasses.replace(run, profile=found, notes=notes)
+
+    return import_run(path, name, store, read)
 
 
 def read_ranks(

@@ -274,7 +274,9 @@ def try_findings(
         raise UserError(
             f"run {run.id} is {what}, which steplab cannot run again; apply the changes there, and profile it again"
         )
-    spec = _on_the_same_kind(dataclasses.replace(run.spec, steps=max(run.spec.steps, STEPS)), run)
+    spec = dataclasses.replace(run.spec, steps=max(run.spec.steps, STEPS))
+    if spec.device == "auto" and run.environment:  # so that a machine without this kind of device refuses
+        spec = dataclasses.replace(spec, device=run.environment.device.kind)
     proposed = {_key(finding): finding.fields for finding in findings.findings if finding.fields}
     if not proposed:
         return findings
@@ -333,12 +335,6 @@ def _trial(base: Run, outcome: Run | str) -> Trial:
         tokens_ratio=tokens_ratio,
         alternating=run.turns.alternating if run.turns else None,
     )
-
-
-def _on_the_same_kind(spec: StepSpec, run: Run) -> StepSpec:
-    """The step on the run's kind of device instead of `auto`, so that a machine without one refuses."""
-    kind = run.environment.device.kind if run.environment else None
-    return dataclasses.replace(spec, device=kind) if spec.device == "auto" and kind else spec
 
 
 def _refuse_another_device(run: Run, found: Environment | None) -> None:

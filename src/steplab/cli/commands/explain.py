@@ -24,8 +24,7 @@ def explain(
 ) -> int:
     from steplab.cli.output import chosen_format, emit, emit_document, say
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.explaining import explain as diagnose
-    from steplab.lab.explaining import run_to_explain
+    from steplab.lab import explaining
     from steplab.lab.turns import try_findings
     from steplab.records.codec import encode
     from steplab.report.profile.verdict import findings_document
@@ -33,8 +32,8 @@ def explain(
 
     timeout_s = parse_duration(timeout)
     chosen = chosen_format(out.format, out)
-    run = run_to_explain(id, store=out.store)
-    findings = diagnose(run, store=out.store)
+    run = explaining.run_to_explain(id, store=out.store)
+    findings = explaining.explain(run, store=out.store)
     if try_:
         with ProgressLine() as line:
             findings = try_findings(
