@@ -5,7 +5,7 @@ Python and the command line share checks and messages.
 """
 
 import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
@@ -50,20 +50,44 @@ def options(cls: _Class) -> _Class:
     return cast(_Class, Parameter(name="*")(dataclass(frozen=True, kw_only=True)(cls)))
 
 
-def field_options(
-    declared: Collection[StepField],
-    group: Group | None = None,
-    *,
-    with_defaults: bool = True,
-    others: Collection[StepField] = (),
-) -> Callable[[_Class], _Class]:
-    """Class decorator that adds one option per field: text or a flag for `declared`, the field's type for `others`.
+def _help(field: StepField, with_default: bool) -> str:
+    choices, default = [*(field.choices or field.about.meanings)], ""
+    if with_default and field.default in choices:
+        choices[choices.index(field.default)] += " (default)"
+    elif with_default:
+        default = field.help.removeprefix(field.meaning)
+    return field.about.help + (f": {', '.join(choices)}" if choices else "") + default
 
-    Help lists declared fields under `group`, and the others, or all if it is None, under their own headings.
+
+def _attribute(field: StepField) -> str:
+    return f"given_{field.attribute}"
+
+
+def step_fields(without: Collection[str]) -> list[StepField]:
+    return [field for field in FIELDS.values() if field.key not in without]
+
+
+class GivenFields:
+    """Options given for a step, or for a benchmark, whose cells are all combinations. specs.resolve fills in the
+    others.
     """
 
-    def add(cls: _Class) -> _Class:
-        cls.declared, cls.others = tuple(declared), tuple(others)  # type: ignore[attr-defined]
+    declared: ClassVar[tuple[StepField, ...]]
+    others: ClassVar[tuple[StepField, ...]]
+
+    def __init_subclass__(
+        cls,
+        declared: Collection[StepField] = (),
+        *,
+        group: Group | None = None,
+        with_defaults: bool = True,
+        others: Collection[StepField] = (),
+    ) -> None:
+        """Add one option per field: text or a flag for `declared`, the field's type for `others`.
+
+        Help lists declared fields under `group`, and the others, or all if it is None, under their own headings.
+        """
+        cls.declared, cls.others = tuple(declared), tuple(others)
         cls.__annotations__ = {}
         for field in (*declared, *others):
             own = {} if field in others and field.about.group == "step" else {"group": _GROUPS[field.about.group]}
@@ -79,35 +103,7 @@ def field_options(
             )
             cls.__annotations__[_attribute(field)] = Annotated[kind | None, option]
             setattr(cls, _attribute(field), None)
-        return options(cls)
-
-    return add
-
-
-def _help(field: StepField, with_default: bool) -> str:
-    choices, default = [*(field.choices or field.about.meanings)], ""
-    if with_default and field.default in choices:
-        choices[choices.index(field.default)] += " (default)"
-    elif with_default:
-        default = field.help.removeprefix(field.meaning)
-    return field.about.help + (f": {', '.join(choices)}" if choices else "") + default
-
-
-def _attribute(field: StepField) -> str:
-    return f"given_{field.attribute}"
-
-
-def step_options(without: Collection[str] = (), *, with_defaults: bool = True) -> Callable[[_Class], _Class]:
-    declared = [field for field in FIELDS.values() if field.key not in without]
-    return field_options(declared, with_defaults=with_defaults)
-
-
-class GivenFields:
-    """Options given for a step, or for a benchmark, whose cells are all combinations. specs.resolve fills in the
-    others."""
-
-    declared: ClassVar[tuple[StepField, ...]] = ()
-    others: ClassVar[tuple[StepField, ...]] = ()
+        options(cls)
 
     def fields(self, without: Collection[str] = ()) -> dict[str, object]:
         """Values by field name. Raises UserError for a list of values."""
@@ -138,8 +134,7 @@ def parts_of(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-@step_options()
-class StepOptions(GivenFields):
+class StepOptions(GivenFields, declared=FIELDS.values()):
     """The measured step. `sweep` takes lists: --context 128,256."""
 
 
@@ -162,8 +157,7 @@ def fields_in(text: str) -> dict[str, object]:
     return found
 
 
-@field_options((), others=declared_fields(Spread))
-class ProcessOptions(GivenFields):
+class ProcessOptions(GivenFields, others=declared_fields(Spread)):
     pass
 
 

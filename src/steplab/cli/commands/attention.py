@@ -10,14 +10,13 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import QUIET, GivenFields, OutputOptions, field_options
+from steplab.cli.options import QUIET, GivenFields, OutputOptions
 from steplab.specs.attention import ATTENTION
 
 _CELLS = Group.create_ordered("Cells: every combination of the listed values, which replace the grid's")
 
 
-@field_options(ATTENTION.cells.values(), _CELLS, others=ATTENTION.own)
-class AttentionOptions(GivenFields):
+class AttentionOptions(GivenFields, declared=ATTENTION.cells.values(), others=ATTENTION.own, group=_CELLS):
     pass
 
 

@@ -9,11 +9,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import GivenFields, PageOptions, step_options
+from steplab.cli.options import GivenFields, PageOptions
+from steplab.specs.step import FIELDS
 
 
-@step_options(with_defaults=False)
-class ChosenSteps(GivenFields):
+class ChosenSteps(GivenFields, declared=FIELDS.values(), with_defaults=False):
     pass
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from steplab.cli.options import SPREAD, GivenFields, PageOptions, Recipe, parts_of, step_options
+from steplab.cli.options import SPREAD, GivenFields, PageOptions, Recipe, parts_of, step_fields
 from steplab.errors import UserError
 from steplab.specs.model import SIZE_FIELDS
 from steplab.specs.step import FIELDS
@@ -17,8 +17,7 @@ plan = App(name="plan", help_format="plaintext")
 _OF_MEASURING = ("warmup", "steps", "seed")
 
 
-@step_options(without=_OF_MEASURING)
-class PlannedStepOptions(GivenFields):
+class PlannedStepOptions(GivenFields, declared=step_fields(without=_OF_MEASURING)):
     """The step that is predicted. `plan steps` takes lists: --context 128,256."""
 
 
@@ -109,8 +108,7 @@ _OF_LAYOUTS = (
 """Step fields that a layout decides, or that do not affect it."""
 
 
-@step_options(without=_OF_LAYOUTS)
-class JobOptions(GivenFields):
+class JobOptions(GivenFields, declared=step_fields(without=_OF_LAYOUTS)):
     pass
 
 
@@ -226,11 +224,10 @@ def check(*, out: PageOptions = PageOptions()) -> None:
     emit_document(check_document(checked), chosen, out)
 
 
-_OF_A_MODEL = ("model", "batch", "context", *(field.key for field in SIZE_FIELDS))
+_OF_A_MODEL = [*(FIELDS[key] for key in ("model", "batch", "context")), *SIZE_FIELDS]
 
 
-@step_options(without=[key for key in FIELDS if key not in _OF_A_MODEL])
-class ModelOptions(GivenFields):
+class ModelOptions(GivenFields, declared=_OF_A_MODEL):
     pass
 
 
