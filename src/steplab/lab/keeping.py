@@ -11,7 +11,6 @@ from typing import IO, TypeVar
 from steplab import limits
 from steplab.errors import SteplabError, UserError
 from steplab.lab.files import Destination, folder_for, in_some_folder, write_whole
-from steplab.limits import LimitReached
 from steplab.records.codec import encode, new_head
 from steplab.records.record import Record
 from steplab.records.run import Run
@@ -200,7 +199,7 @@ def _records(file: Path) -> Iterator[ForeignRecord]:
         else:
             with file.open("rb", buffering=0) as stream:
                 yield from _in_lines(file, stream)
-    except LimitReached as error:
+    except limits.LimitReached as error:
         raise UserError(f"{file}: {error}") from error
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from error
@@ -211,7 +210,7 @@ def _in_lines(file: Path, stream: IO[bytes]) -> Iterator[ForeignRecord]:
     lines = io.BufferedReader(unpacked, _BUFFER_BYTES)
     for number, line in enumerate(iter(lambda: lines.readline(limits.RECORD_BYTES + 1), b""), start=1):
         if len(line) > limits.RECORD_BYTES:
-            raise LimitReached(f"line {number} has more than {format_bytes(limits.RECORD_BYTES)}")
+            raise limits.LimitReached(f"line {number} has more than {format_bytes(limits.RECORD_BYTES)}")
         if unpacked.damage:
             break  # the line may be cut off
         if line.strip():

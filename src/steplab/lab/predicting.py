@@ -38,8 +38,8 @@ T = TypeVar("T")
 _LEFT = 512
 
 
-Coded = int | str | tuple[str, str, int, str, str] | Operator
-"""An event on disk: an allocated piece's fields, a freed allocation's number, a phase that began, or an operator."""
+Coded = int | Began | Allocated | Operator
+"""An event on disk; for what is freed, the number of its allocation."""
 
 
 def kept(spec: StepSpec, what: str, trace: Open) -> Open:
@@ -85,13 +85,11 @@ def _told_again(runs: list[list[Coded]], listen: Listener) -> Iterator[Callable[
     left = iter(runs)
 
     def event(code: Coded) -> Event:
-        if isinstance(code, tuple):
-            what, formula, num_bytes, category, where = code
-            pieces.append(Piece(what=what, formula=formula, num_bytes=num_bytes, category=category, where=where))
-            return Allocated(pieces[-1])
         if isinstance(code, int):
             return Freed(pieces[code])
-        return Began(code) if isinstance(code, str) else code
+        if isinstance(code, Allocated):
+            pieces.append(code.piece)
+        return code
 
     def tell() -> None:
         for code in next(left):
@@ -142,13 +140,11 @@ def _coded(runs: list[list[Event]]) -> list[list[Coded]]:
     numbers: dict[int, int] = {}  # of allocations, by the id of their piece, which `runs` keeps alive
 
     def code(event: Event) -> Coded:
-        if isinstance(event, Allocated):
-            piece = event.piece
-            numbers[id(piece)] = len(numbers)
-            return piece.what, piece.formula, piece.num_bytes, piece.category, piece.where
         if isinstance(event, Freed):
             return numbers[id(event.piece)]
-        return event.phase if isinstance(event, Began) else event
+        if isinstance(event, Allocated):
+            numbers[id(event.piece)] = len(numbers)
+        return event
 
     return [[code(event) for event in run] for run in runs]
 

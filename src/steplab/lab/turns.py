@@ -224,18 +224,15 @@ def checked_out(revision: str) -> Iterator[Surroundings]:
 def _import_path(root: Path, tree: Path) -> str:
     """PYTHONPATH with the repository's entries, also of `sys.path` (editable installs), moved to the worktree."""
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    installed = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
     found = []
     for entry in dict.fromkeys([*given, *sys.path]):
         path = Path(entry).resolve()
-        if path.is_relative_to(root) and not _is_installed(path):
+        if path.is_relative_to(root) and not any(map(path.is_relative_to, installed)):
             found.append(str(tree / path.relative_to(root)))
         elif entry in given:
             found.append(entry)
     return os.pathsep.join(dict.fromkeys(found))
-
-
-def _is_installed(path: Path) -> bool:
-    return any(path.is_relative_to(Path(prefix).resolve()) for prefix in {sys.prefix, sys.base_prefix})
 
 
 def _git(*arguments: str, otherwise: str = "") -> str:
