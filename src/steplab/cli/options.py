@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, dataclass_transform
 
 from cyclopts import App, Group, Parameter
 
@@ -38,16 +38,16 @@ _RECIPE = recipe_help().partition(":")[0]  # docs/advise.md lists what it sets
 Recipe = Annotated[Literal["fast"] | None, Parameter(name="--recipe", help=_RECIPE, group=STEP)]
 
 
-_Class = TypeVar("_Class", bound=type)
-
-
 def timeout_help(what: str) -> str:
     return f"Stop {what} after this long: 90s, 5min, 2h"
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-def options(cls: _Class) -> _Class:
-    return cast(_Class, Parameter(name="*")(dataclass(frozen=True, kw_only=True)(cls)))
+class Options:
+    """Base of groups of options: each subclass is a frozen dataclass whose fields are options of a command."""
+
+    def __init_subclass__(cls) -> None:
+        Parameter(name="*")(dataclass(frozen=True, kw_only=True)(cls))
 
 
 def _help(field: StepField, with_default: bool) -> str:
@@ -67,7 +67,7 @@ def step_fields(without: Collection[str]) -> list[StepField]:
     return [field for field in FIELDS.values() if field.key not in without]
 
 
-class GivenFields:
+class GivenFields(Options):
     """Options given for a step, or for a benchmark, whose cells are all combinations. specs.resolve fills in the
     others.
     """
@@ -103,7 +103,7 @@ class GivenFields:
             )
             cls.__annotations__[_attribute(field)] = Annotated[kind | None, option]
             setattr(cls, _attribute(field), None)
-        options(cls)
+        super().__init_subclass__()
 
     def fields(self, without: Collection[str] = ()) -> dict[str, object]:
         """Values by field name. Raises UserError for a list of values."""
@@ -161,8 +161,7 @@ class ProcessOptions(GivenFields, others=declared_fields(Spread)):
     pass
 
 
-@options
-class MeasurementOptions:
+class MeasurementOptions(Options):
     """Options of `run`, `profile` and `memory`."""
 
     step: StepOptions = StepOptions()
@@ -181,22 +180,19 @@ class MeasurementOptions:
         return parse_duration(self.timeout) if self.timeout else None
 
 
-@options
-class StudyOptions:
+class StudyOptions(Options):
     resume: Annotated[bool, Parameter(help="Continue the newest study of the same measurements")] = False
     timeout: Annotated[str, Parameter(help=timeout_help("a measurement"))] = "1h"
     dry_run: Annotated[bool, Parameter(help="Only list the measurements; with --resume, the missing ones")] = False
 
 
-@options
-class StoreOptions:
+class StoreOptions(Options):
     store: Annotated[
         Path | None, Parameter(help="Store [default: $STEPLAB_STORE, else the XDG data folder]", group=_OUTPUT)
     ] = None
     debug: Annotated[bool, Parameter(help="Show tracebacks", group=_OUTPUT, show_default=False)] = False
 
 
-@options
 class FileOptions(StoreOptions):
     output: Annotated[Path | None, Parameter(help="Write to this file instead of stdout", group=_OUTPUT)] = None
     force: Annotated[
@@ -209,12 +205,10 @@ class FileOptions(StoreOptions):
     ] = False
 
 
-@options
 class OutputOptions(FileOptions):
     format: Annotated[Format | None, Parameter(help=_FORMAT_HELP, group=_OUTPUT)] = None
 
 
-@options
 class PageOptions(FileOptions):
     """Output options of commands that also write pages. If --output is a folder, its report.md is written."""
 

@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 import os.path
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from steplab.errors import Unsupported
 from steplab.lab.checkpointing import choose_checkpointing
-from steplab.lab.files import Destination, folder_for, raw_file, rescue, unread
+from steplab.lab.files import Destination, folder_for, raw_file, rescued
 from steplab.lab.keeping import Place, checked_name, import_run, keep, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
@@ -63,15 +62,13 @@ def memory(
         run = completed(run, name, chosen.notes, opened)
         try:
             if written.exists():
-                if marks_target:
-                    marks_target.take(marks)
-                kept = target.take(written) if target else written
-                peak_bytes = run.peak.peak_allocated_bytes if run.peak else None
-                profile = read_memory(kept, on_progress, unwatched_peak_bytes=peak_bytes)
+                with rescued(written, target, "snapshot", run, beside=marks_beside):
+                    if marks_target:
+                        marks_target.take(marks)
+                    kept = target.take(written) if target else written
+                    peak_bytes = run.peak.peak_allocated_bytes if run.peak else None
+                    profile = read_memory(kept, on_progress, unwatched_peak_bytes=peak_bytes)
                 run = dataclasses.replace(run, memory_profile=profile)
-        except Exception as error:
-            where = _rescue(written, marks, run.id) if written.exists() or not target else target.path
-            raise unread(error, run, "snapshot", kept=where) from error
         finally:  # after Ctrl-C too: the measurement is made
             run = keep(opened, run, place)
         return run
@@ -101,13 +98,6 @@ def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progres
         with suppress(Unsupported):
             found[run.id] = remembered(spec, device=run.device_name)
     return found
-
-
-def _rescue(snapshot: Path, marks: Path, run_id: str) -> Path | None:
-    kept = rescue(snapshot, "snapshot", run_id)
-    if kept and marks.exists():
-        shutil.move(marks, marks_beside(kept))
-    return kept
 
 
 def marks_beside(snapshot: Path) -> Path:

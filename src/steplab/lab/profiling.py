@@ -9,7 +9,7 @@ from pathlib import Path
 from steplab.costs.rates import gpu_named
 from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing
-from steplab.lab.files import folder_for, raw_file, rescue, unread
+from steplab.lab.files import folder_for, raw_file, rescued
 from steplab.lab.keeping import Place, checked_name, import_run, keep, named_file, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
@@ -75,13 +75,10 @@ def profile(
         run = completed(run, name, chosen.notes, opened)
         try:
             if written.exists():
-                kept = target.take(written) if target else written
-                run = with_profile(run, read_profile(kept, "torch.profiler", on_progress))
-        except Exception as error:
-            where = rescue(written, "trace", run.id) if written.exists() or not target else target.path
-            raise unread(error, run, "trace", kept=where) from error
-        else:
-            run = with_compiled_shares(run, on_progress)
+                with rescued(written, target, "trace", run):
+                    kept = target.take(written) if target else written
+                    run = with_profile(run, read_profile(kept, "torch.profiler", on_progress))
+                run = with_compiled_shares(run, on_progress)
         finally:  # after Ctrl-C too: the measurement is made
             run = keep(opened, run, place)
         return run
