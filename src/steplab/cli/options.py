@@ -158,7 +158,7 @@ def fields_in(text: str) -> dict[str, object]:
 
 
 class ProcessOptions(GivenFields, others=declared_fields(Spread)):
-    pass
+    """Processes to start."""
 
 
 class MeasurementOptions(Options):

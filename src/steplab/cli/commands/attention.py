@@ -17,7 +17,7 @@ _CELLS = Group.create_ordered("Cells: every combination of the listed values, wh
 
 
 class AttentionOptions(GivenFields, declared=ATTENTION.cells.values(), others=ATTENTION.own, group=_CELLS):
-    pass
+    """A cell of `attention`, and the benchmark."""
 
 
 def attention(

@@ -16,7 +16,7 @@ from steplab.specs.ddp import DDP
 
 
 class DdpOptions(GivenFields, declared=DDP.cells.values(), others=DDP.own):
-    pass
+    """The step of each rank, and the variants."""
 
 
 def ddp(

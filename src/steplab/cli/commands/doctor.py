@@ -12,7 +12,7 @@ from steplab.specs.benchmark import DOCTOR
 
 
 class DoctorOptions(GivenFields, others=DOCTOR.own):
-    pass
+    """The device."""
 
 
 def doctor(

@@ -14,7 +14,7 @@ from steplab.specs.step import FIELDS
 
 
 class ChosenSteps(GivenFields, declared=FIELDS.values(), with_defaults=False):
-    pass
+    """Values that select runs."""
 
 
 def history(

@@ -109,7 +109,7 @@ _OF_LAYOUTS = (
 
 
 class JobOptions(GivenFields, declared=step_fields(without=_OF_LAYOUTS)):
-    pass
+    """The step without what a layout decides."""
 
 
 @plan.command
@@ -228,7 +228,7 @@ _OF_A_MODEL = [*(FIELDS[key] for key in ("model", "batch", "context")), *SIZE_FI
 
 
 class ModelOptions(GivenFields, declared=_OF_A_MODEL):
-    pass
+    """The model, and the tokens of a step."""
 
 
 @plan.command
