@@ -20,15 +20,8 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any, get_args
 
-from cyclopts import (
-    App,
-    ArgumentCollection,
-    CycloptsError,
-    MissingArgumentError,
-    UnknownCommandError,
-    UnknownOptionError,
-    UnusedCliTokensError,
-)
+import cyclopts
+from cyclopts import App
 
 from steplab import __version__
 from steplab.cli import commands
@@ -41,7 +34,7 @@ _MOST = 2**63 - 1
 """Largest whole number that the store, torch and random generators all accept."""
 
 
-def as_meant(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:
+def as_meant(app: App, command: tuple[str, ...], arguments: cyclopts.ArgumentCollection) -> None:
     """Correct option values that cyclopts and shells would misread.
 
     cyclopts takes "none" and "null" for a missing option, and rounds fractions for whole numbers. No shell expands the
@@ -111,6 +104,7 @@ app = App(
     "report them.\n\nStart with: steplab run",
     version=__version__,
     config=as_meant,
+    default_parameter=cyclopts.Parameter(negative=""),
     help_format="plaintext",  # the Markdown renderer alone would cost a fifth of the time `--help` takes
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # main() reports it
@@ -143,7 +137,7 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
             code = app(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return code or 0
-    except CycloptsError as error:
+    except cyclopts.CycloptsError as error:
         return _fail(_usage(error, given), UserError.exit_code, given)
     except SteplabError as error:
         if _is_told_elsewhere():
@@ -218,17 +212,17 @@ def _is_told_elsewhere() -> bool:
         return False
 
 
-def _usage(error: CycloptsError, arguments: list[str]) -> str:
+def _usage(error: cyclopts.CycloptsError, arguments: list[str]) -> str:
     if "-" in arguments:
         return "`-` is not a file here: only `steplab import -` reads stdin; omit --output to write to stdout"
-    if isinstance(error, UnusedCliTokensError):
+    if isinstance(error, cyclopts.UnusedCliTokensError):
         unexpected = " ".join(error.unused_tokens or ())
         return f"unexpected argument '{unexpected}'; name the option, as in --model tiny; `--help` lists options"
-    if isinstance(error, UnknownCommandError):
+    if isinstance(error, cyclopts.UnknownCommandError):
         return f"{error} `steplab --help` lists the commands; start with `steplab run`"
-    if isinstance(error, UnknownOptionError):
+    if isinstance(error, cyclopts.UnknownOptionError):
         return _unknown_option(error)
-    if not isinstance(error, MissingArgumentError):
+    if not isinstance(error, cyclopts.MissingArgumentError):
         return str(error)
     # cyclopts reports a missing value as a missing option
     if error.argument is None or error.argument.tokens or error.keyword or error.unused_tokens:
@@ -237,7 +231,7 @@ def _usage(error: CycloptsError, arguments: list[str]) -> str:
     return f"{command} needs {error.argument.name}; `steplab {command} --help` describes it"
 
 
-def _unknown_option(error: UnknownOptionError) -> str:
+def _unknown_option(error: cyclopts.UnknownOptionError) -> str:
     option = (error.token.keyword or error.token.value).partition("=")[0]
     others = [words for words, options in _commands(app) if option in options]
     if not others:
@@ -254,7 +248,8 @@ def _commands(above: App, words: tuple[str, ...] = ()) -> Iterator[tuple[str, se
         if one.default_command is None:
             yield from _commands(one, path)
         elif not name.startswith("-"):
-            yield " ".join(path), {name for argument in one.assemble_argument_collection() for name in argument.names}
+            arguments = one.assemble_argument_collection(default_parameter=app.default_parameter)
+            yield " ".join(path), {name for argument in arguments for name in argument.names}
 
 
 def _fail(message: str, code: int, arguments: list[str]) -> int:

@@ -5,10 +5,10 @@ Python and the command line share checks and messages.
 """
 
 import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, dataclass_transform
 
 from cyclopts import App, Group, Parameter
 
@@ -38,49 +38,16 @@ _RECIPE = recipe_help().partition(":")[0]  # docs/advise.md lists what it sets
 Recipe = Annotated[Literal["fast"] | None, Parameter(name="--recipe", help=_RECIPE, group=STEP)]
 
 
-_Class = TypeVar("_Class", bound=type)
-
-
 def timeout_help(what: str) -> str:
     return f"Stop {what} after this long: 90s, 5min, 2h"
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-def options(cls: _Class) -> _Class:
-    return cast(_Class, Parameter(name="*")(dataclass(frozen=True, kw_only=True)(cls)))
+class Options:
+    """Base of groups of options: each subclass is a frozen dataclass whose fields are options of a command."""
 
-
-def field_options(
-    declared: Collection[StepField],
-    group: Group | None = None,
-    *,
-    with_defaults: bool = True,
-    others: Collection[StepField] = (),
-) -> Callable[[_Class], _Class]:
-    """Class decorator that adds one option per field: text or a flag for `declared`, the field's type for `others`.
-
-    Help lists declared fields under `group`, and the others, or all if it is None, under their own headings.
-    """
-
-    def add(cls: _Class) -> _Class:
-        cls.declared, cls.others = tuple(declared), tuple(others)  # type: ignore[attr-defined]
-        cls.__annotations__ = {}
-        for field in (*declared, *others):
-            own = {} if field in others and field.about.group == "step" else {"group": _GROUPS[field.about.group]}
-            under: dict[str, Any] = {"group": group} if group and field not in others else own
-            kind = Path if field.about.parse is Path else field.type
-            kind = kind if kind is bool or (field in others and kind in (int, Path)) else str
-            option = Parameter(
-                name=option_name(field.key),
-                help=_help(field, with_defaults),
-                metavar="" if kind is str else None,
-                **under,
-            )
-            cls.__annotations__[_attribute(field)] = Annotated[kind | None, option]
-            setattr(cls, _attribute(field), None)
-        return options(cls)
-
-    return add
+    def __init_subclass__(cls) -> None:
+        Parameter(name="*")(dataclass(frozen=True, kw_only=True)(cls))
 
 
 def _help(field: StepField, with_default: bool) -> str:
@@ -96,17 +63,47 @@ def _attribute(field: StepField) -> str:
     return f"given_{field.attribute}"
 
 
-def step_options(without: Collection[str] = (), *, with_defaults: bool = True) -> Callable[[_Class], _Class]:
-    declared = [field for field in FIELDS.values() if field.key not in without]
-    return field_options(declared, with_defaults=with_defaults)
+def step_fields(without: Collection[str]) -> list[StepField]:
+    return [field for field in FIELDS.values() if field.key not in without]
 
 
-class GivenFields:
+class GivenFields(Options):
     """Options given for a step, or for a benchmark, whose cells are all combinations. specs.resolve fills in the
-    others."""
+    others.
+    """
 
-    declared: ClassVar[tuple[StepField, ...]] = ()
-    others: ClassVar[tuple[StepField, ...]] = ()
+    declared: ClassVar[tuple[StepField, ...]]
+    others: ClassVar[tuple[StepField, ...]]
+
+    def __init_subclass__(
+        cls,
+        declared: Collection[StepField] = (),
+        *,
+        group: Group | None = None,
+        with_defaults: bool = True,
+        others: Collection[StepField] = (),
+    ) -> None:
+        """Add one option per field: text or a flag for `declared`, the field's type for `others`.
+
+        Help lists declared fields under `group`, and the others, or all if it is None, under their own headings.
+        """
+        cls.declared, cls.others = tuple(declared), tuple(others)
+        cls.__annotations__ = {}
+        for field in (*declared, *others):
+            own = {} if field in others and field.about.group == "step" else {"group": _GROUPS[field.about.group]}
+            under: dict[str, Any] = {"group": group} if group and field not in others else own
+            kind = Path if field.about.parse is Path else field.type
+            kind = kind if kind is bool or (field in others and kind in (int, Path)) else str
+            option = Parameter(
+                name=option_name(field.key),
+                help=_help(field, with_defaults),
+                metavar="" if kind is str else None,
+                negative=None,  # a flag of a field has --no- too
+                **under,
+            )
+            cls.__annotations__[_attribute(field)] = Annotated[kind | None, option]
+            setattr(cls, _attribute(field), None)
+        super().__init_subclass__()
 
     def fields(self, without: Collection[str] = ()) -> dict[str, object]:
         """Values by field name. Raises UserError for a list of values."""
@@ -137,8 +134,7 @@ def parts_of(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-@step_options()
-class StepOptions(GivenFields):
+class StepOptions(GivenFields, declared=FIELDS.values()):
     """The measured step. `sweep` takes lists: --context 128,256."""
 
 
@@ -161,13 +157,11 @@ def fields_in(text: str) -> dict[str, object]:
     return found
 
 
-@field_options((), others=declared_fields(Spread))
-class ProcessOptions(GivenFields):
-    pass
+class ProcessOptions(GivenFields, others=declared_fields(Spread)):
+    """Processes to start."""
 
 
-@options
-class MeasurementOptions:
+class MeasurementOptions(Options):
     """Options of `run`, `profile` and `memory`."""
 
     step: StepOptions = StepOptions()
@@ -186,43 +180,35 @@ class MeasurementOptions:
         return parse_duration(self.timeout) if self.timeout else None
 
 
-@options
-class StudyOptions:
-    resume: Annotated[bool, Parameter(help="Continue the newest study of the same measurements", negative="")] = False
+class StudyOptions(Options):
+    resume: Annotated[bool, Parameter(help="Continue the newest study of the same measurements")] = False
     timeout: Annotated[str, Parameter(help=timeout_help("a measurement"))] = "1h"
-    dry_run: Annotated[
-        bool, Parameter(help="Only list the measurements; with --resume, the missing ones", negative="")
-    ] = False
+    dry_run: Annotated[bool, Parameter(help="Only list the measurements; with --resume, the missing ones")] = False
 
 
-@options
-class StoreOptions:
+class StoreOptions(Options):
     store: Annotated[
         Path | None, Parameter(help="Store [default: $STEPLAB_STORE, else the XDG data folder]", group=_OUTPUT)
     ] = None
-    debug: Annotated[bool, Parameter(help="Show tracebacks", negative="", group=_OUTPUT, show_default=False)] = False
+    debug: Annotated[bool, Parameter(help="Show tracebacks", group=_OUTPUT, show_default=False)] = False
 
 
-@options
 class FileOptions(StoreOptions):
     output: Annotated[Path | None, Parameter(help="Write to this file instead of stdout", group=_OUTPUT)] = None
     force: Annotated[
         bool,
         Parameter(
             help="Replace a file that steplab did not write; never the store",
-            negative="",
             group=_OUTPUT,
             show_default=False,
         ),
     ] = False
 
 
-@options
 class OutputOptions(FileOptions):
     format: Annotated[Format | None, Parameter(help=_FORMAT_HELP, group=_OUTPUT)] = None
 
 
-@options
 class PageOptions(FileOptions):
     """Output options of commands that also write pages. If --output is a folder, its report.md is written."""
 

@@ -15,7 +15,9 @@ from steplab.printing import say as say
 from steplab.report.kit.rendering import FORMATS, PAGE, PICTURE, render
 
 if TYPE_CHECKING:
+    from steplab.lab.choosing import ReportedRecords
     from steplab.report.kit.document import Document
+    from steplab.views.view import View
 
 
 def chosen_format(
@@ -97,11 +99,6 @@ def stdout_color(out: FileOptions | None) -> bool:
     if out is not None and out.output is not None:
         return False
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-if TYPE_CHECKING:
-    from steplab.lab.choosing import ReportedRecords
-    from steplab.views.view import View
 
 
 def write_report(

@@ -187,8 +187,8 @@ class ProgressLine:
         if self._bar:
             self.within(progress)
 
-    def done(self, number: int, total: int, text: str) -> None:
-        elapsed = "" if self._bar else f"  ({format_clock(time.monotonic() - self._started_s)} elapsed)"
+    def done(self, number: int, total: int, text: str, left: str = "") -> None:
+        elapsed = "" if self._bar else f"  ({format_clock(time.monotonic() - self._started_s)} elapsed{left})"
         self._line(f"[{number}/{total}] {text}{elapsed}")
 
     def sweep(self, progress: "SweepProgress") -> None:
@@ -213,9 +213,8 @@ class ProgressLine:
                 left=self._left(progress),
             )
         if ended:
-            line = f"[{number}/{progress.to_run}] {progress.what}: {_result(progress)}"
-            elapsed = f"  ({format_clock(time.monotonic() - self._started_s)} elapsed{self._left(progress, ', ')})"
-            self._line(line if self._bar else line + elapsed)
+            left = self._left(progress, ", ")
+            self.done(number, progress.to_run, f"{progress.what}: {_result(progress)}", left)
 
     def _left(self, progress: "SweepProgress", before: str = "") -> str:
         done = progress.index + bool(progress.record or progress.refusal)

@@ -282,7 +282,6 @@ def advise(
     with open_store(store, write=True) as opened:
         outlook = Outlook(spec=asked, profile=profiled, store=store, keep_precision=keep_precision, opt_in=opt_in)
         taking = StoredSession(session(timeout_s=None, on_progress=on_progress, loads_ahead=True), opened, name)
-        interrupted: KeyboardInterrupt | None = None
         with taking:
             walk = Walk(
                 taking=taking,
@@ -299,10 +298,10 @@ def advise(
             except KeyboardInterrupt as error:
                 if walk.start is None:
                     raise
-                interrupted = walk.interrupted = error
+                walk.interrupted = error
                 advice = keep(opened, _recorded(walk, name, chosen.notes))
-        if interrupted:
-            raise KeyboardInterrupt(f"record {advice.id} has the walk until then") from interrupted
+        if walk.interrupted:
+            raise KeyboardInterrupt(f"record {advice.id} has the walk until then") from walk.interrupted
         return advice
 
 
@@ -398,5 +397,4 @@ def _value(attempt: Attempt) -> str:
 def _peak_bytes(run: Run | None) -> int | None:
     if run is None or run.memory is None:
         return None
-    peak = run.memory.peak("step")
-    return peak.peak_allocated_bytes if peak else run.memory.host_peak_bytes
+    return run.peak.peak_allocated_bytes if run.peak else run.memory.host_peak_bytes

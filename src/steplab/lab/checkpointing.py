@@ -29,7 +29,7 @@ class Chosen:
     """The choice and its reason; empty if the step named its checkpointing."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Room:
     gpu: str
     usable_bytes: int
@@ -47,7 +47,7 @@ def choose_checkpointing(spec: StepSpec, gpu: HardwareSpec | None = None) -> Cho
         return Chosen(spec=spec)
     if not spec.checkpoints_apply:
         return _chosen(spec, "none", "nothing is saved for a backward pass that steplab could recompute")
-    room = _room_of(gpu) if gpu else _room_here(spec)
+    room = Room(gpu.name, *usable_of(gpu)) if gpu else _room_here(spec)
     if room is None:
         return _chosen(spec, "none", "there is no GPU whose memory could be too small")
     try:
@@ -111,11 +111,6 @@ def _safe_bytes(predicted: MemoryPrediction) -> int:
     if predicted.safe_device_bytes is not None:
         return predicted.safe_device_bytes
     return safe_device_bytes(predicted.reserved_bytes or predicted.peak_bytes)
-
-
-def _room_of(gpu: HardwareSpec) -> Room:
-    usable, most = usable_of(gpu)
-    return Room(gpu=gpu.name, usable_bytes=usable, most_bytes=most)
 
 
 def _room_here(spec: StepSpec) -> Room | None:

@@ -19,6 +19,8 @@ from steplab.specs.step import FIELDS, STEP_FIELDS
 from steplab.specs.step_fields import StepField
 
 METRICS = tuple(figure.key for figure in RUN_FIGURES if not figure.is_words)
+_ALIKE = (*(field.column for field in FIELDS.values() if field.about.role not in ("how", "device")), "device")
+"""Columns in which all runs of a series agree."""
 
 
 def compare(
@@ -69,7 +71,7 @@ def history(
         raise UserError(f"no run in {opened.path} matches and has {key}; `steplab list` shows the runs")
     alike: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        alike.setdefault(tuple(row.get(column) for column in _what()), []).append(row)
+        alike.setdefault(tuple(map(row.get, _ALIKE)), []).append(row)
     found = [_series(key, some, threshold if threshold is not None else IN_TURNS) for some in alike.values()]
     return tuple(sorted(found, key=lambda series: -len(series.points)))
 
@@ -80,11 +82,6 @@ def _metric(given: str) -> str:
         if name == key or key.removeprefix(name) in ("_s", "_bytes", "_per_s"):
             return key
     raise UserError(f"no figure '{given}'; choose one of {', '.join(METRICS)}")
-
-
-def _what() -> Iterator[str]:
-    yield from (field.column for field in FIELDS.values() if field.about.role not in ("how", "device"))
-    yield "device"
 
 
 def _matches(row: Row, fields: Mapping[str, Sequence[object]]) -> bool:

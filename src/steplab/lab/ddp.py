@@ -89,7 +89,7 @@ def measure_ddp(
 ) -> DdpRun:
     """As `measure_benchmark`. The folder `traces` gets a trace of each variant; `force` replaces other files there."""
     on_progress = how.get("on_progress", lambda progress: None)
-    with _folder(_destinations(study, traces, how.get("store"), force)) as folder:
+    with _folder(study, traces, how.get("store"), force) as folder:
         return measure_benchmark(
             DdpRun(**new_head(), study=study),
             ddp_cells(study, folder if study.profiled_steps else None),
@@ -128,22 +128,18 @@ def _with_model(run: DdpRun) -> DdpRun:
     return dataclasses.replace(run, cells=cells, model=overhead_model(cells, run.facts))
 
 
-def _destinations(study: DdpStudy, kept: Path | str | None, store: Path | str | None, force: bool) -> list[Destination]:
-    if kept is None:
-        return []
-    try:
-        Path(kept).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write traces to {kept}: {error.strerror}") from error
-    names = [study.trace_name(number) for number in range(len(study.contenders))]
-    targets = [Destination(path=Path(kept) / name, store=store, force=force) for name in names]
+@contextmanager
+def _folder(study: DdpStudy, kept: Path | str | None, store: Path | str | None, force: bool) -> Iterator[Path]:
+    targets: list[Destination] = []
+    if kept is not None:
+        try:
+            Path(kept).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write traces to {kept}: {error.strerror}") from error
+        names = map(study.trace_name, range(len(study.contenders)))
+        targets = [Destination(path=Path(kept) / name, store=store, force=force) for name in names]
     for target in targets:
         target.check()
-    return targets
-
-
-@contextmanager
-def _folder(targets: Sequence[Destination]) -> Iterator[Path]:
     with folder_for(targets[0] if targets else None) as folder:
         try:
             yield folder

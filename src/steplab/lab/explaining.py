@@ -21,8 +21,7 @@ def explain(run: Run | str | None = None, *, store: Path | str | None = None) ->
     `steplab doctor` measured are used for an unknown GPU. Raises UserError without such a run.
     """
     from steplab import __version__
-    from steplab.explain.api import explain as diagnose
-    from steplab.explain.api import not_looked_at
+    from steplab.explain import api
 
     found = run if isinstance(run, Run) else run_to_explain(run, store=store)
     with open_store(store, write=False) as opened:
@@ -32,8 +31,8 @@ def explain(run: Run | str | None = None, *, store: Path | str | None = None) ->
         created_utc=now_utc(),
         steplab_version=__version__,
         step_s=found.median_s,
-        findings=tuple(diagnose(found, ceilings)),
-        not_looked_at=not_looked_at(found, ceilings),
+        findings=tuple(api.explain(found, ceilings)),
+        not_looked_at=api.not_looked_at(found, ceilings),
     )
 
 

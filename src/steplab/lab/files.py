@@ -176,16 +176,27 @@ def refuse_the_same(*paths: Path | None) -> None:
             raise UserError(f"two outputs would go to {path}, and the second would replace the first; name two files")
 
 
-def unread(error: Exception, run: "Run", what: str, *, kept: Path | None) -> SteplabError:
-    """Error for an unreadable raw file; `kept`: its new path, None if lost."""
-    why = str(error) if isinstance(error, SteplabError) else f"{type(error).__name__}: {error}"
-    where = f"the {what} is in {kept}" if kept else f"the {what} could not be kept in any folder"
-    return SteplabError(f"the {what} could not be read: {why}; {where}, and the timing is in record {run.id}")
-
-
-def rescue(written: Path, what: str, run_id: str) -> Path | None:
-    """Move a file out of a temporary folder; return its new path, None if no folder takes it."""
-    return in_some_folder(f"steplab-{what}-{run_id}{written.suffix}", lambda path: shutil.move(written, path))
+@contextmanager
+def rescued(
+    written: Path, target: Destination | None, what: str, run: "Run", beside: Callable[[Path], Path] | None = None
+) -> Iterator[None]:
+    """Move a raw file that cannot be read, with the file `beside` it, out of its temporary folder, and name the new
+    path in the error.
+    """
+    try:
+        yield
+    except Exception as error:
+        kept = target.path if target else None
+        if written.exists():
+            name = f"steplab-{what}-{run.id}{written.suffix}"
+            kept = in_some_folder(name, lambda path: shutil.move(written, path))
+            if kept and beside and beside(written).exists():
+                shutil.move(beside(written), beside(kept))
+        why = str(error) if isinstance(error, SteplabError) else f"{type(error).__name__}: {error}"
+        where = f"the {what} is in {kept}" if kept else f"the {what} could not be kept in any folder"
+        raise SteplabError(
+            f"the {what} could not be read: {why}; {where}, and the timing is in record {run.id}"
+        ) from error
 
 
 def in_some_folder(name: str, put: Callable[[Path], object]) -> Path | None:

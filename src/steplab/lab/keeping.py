@@ -2,7 +2,7 @@
 
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import IO, TypeVar
 from steplab import limits
 from steplab.errors import SteplabError, UserError
 from steplab.lab.files import Destination, folder_for, in_some_folder, write_whole
-from steplab.limits import LimitReached
 from steplab.records.codec import encode, new_head
 from steplab.records.record import Record
 from steplab.records.run import Run
@@ -86,11 +85,14 @@ def imported_run(path: Path, name: str | None) -> Run:
     )
 
 
-def checked_import(path: Path, run: Run) -> Run:
-    run = cleaned(run)
-    with named_file(path):
-        check(run)
-    return run
+def import_run(path: Path, name: str | None, store: Path | str | None, read: Callable[[Run], Run]) -> Run:
+    """Store an empty run with what `read` adds. Raises UserError for an unreadable or invalid file."""
+    with open_store(store, write=True) as opened:
+        run = imported_run(path, name)
+        with named_file(path):
+            run = cleaned(read(run))
+            check(run)
+        return keep(opened, run)
 
 
 @contextmanager
@@ -197,7 +199,7 @@ def _records(file: Path) -> Iterator[ForeignRecord]:
         else:
             with file.open("rb", buffering=0) as stream:
                 yield from _in_lines(file, stream)
-    except LimitReached as error:
+    except limits.LimitReached as error:
         raise UserError(f"{file}: {error}") from error
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from error
@@ -208,7 +210,7 @@ def _in_lines(file: Path, stream: IO[bytes]) -> Iterator[ForeignRecord]:
     lines = io.BufferedReader(unpacked, _BUFFER_BYTES)
     for number, line in enumerate(iter(lambda: lines.readline(limits.RECORD_BYTES + 1), b""), start=1):
         if len(line) > limits.RECORD_BYTES:
-            raise LimitReached(f"line {number} has more than {format_bytes(limits.RECORD_BYTES)}")
+            raise limits.LimitReached(f"line {number} has more than {format_bytes(limits.RECORD_BYTES)}")
         if unpacked.damage:
             break  # the line may be cut off
         if line.strip():

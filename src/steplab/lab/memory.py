@@ -3,15 +3,14 @@
 import dataclasses
 import functools
 import os.path
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from steplab.errors import Unsupported
 from steplab.lab.checkpointing import choose_checkpointing
-from steplab.lab.files import Destination, folder_for, raw_file, rescue, unread
-from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
+from steplab.lab.files import Destination, folder_for, raw_file, rescued
+from steplab.lab.keeping import Place, checked_name, import_run, keep, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
 from steplab.measurement.jobs import StepTask
@@ -63,15 +62,13 @@ def memory(
         run = completed(run, name, chosen.notes, opened)
         try:
             if written.exists():
-                if marks_target:
-                    marks_target.take(marks)
-                kept = target.take(written) if target else written
-                peak_bytes = run.peak.peak_allocated_bytes if run.peak else None
-                profile = read_memory(kept, on_progress, unwatched_peak_bytes=peak_bytes)
+                with rescued(written, target, "snapshot", run, beside=marks_beside):
+                    if marks_target:
+                        marks_target.take(marks)
+                    kept = target.take(written) if target else written
+                    peak_bytes = run.peak.peak_allocated_bytes if run.peak else None
+                    profile = read_memory(kept, on_progress, unwatched_peak_bytes=peak_bytes)
                 run = dataclasses.replace(run, memory_profile=profile)
-        except Exception as error:
-            where = _rescue(written, marks, run.id) if written.exists() or not target else target.path
-            raise unread(error, run, "snapshot", kept=where) from error
         finally:  # after Ctrl-C too: the measurement is made
             run = keep(opened, run, place)
         return run
@@ -101,13 +98,6 @@ def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progres
         with suppress(Unsupported):
             found[run.id] = remembered(spec, device=run.device_name)
     return found
-
-
-def _rescue(snapshot: Path, marks: Path, run_id: str) -> Path | None:
-    kept = rescue(snapshot, "snapshot", run_id)
-    if kept and marks.exists():
-        shutil.move(marks, marks_beside(kept))
-    return kept
 
 
 def marks_beside(snapshot: Path) -> Path:
@@ -144,9 +134,9 @@ def import_snapshot(
     and since. Raises UserError for a file that is unreadable, no snapshot, too large, or without allocations.
     """
     path = Path(path)
-    with open_store(store, write=True) as opened:
-        run = imported_run(path, name)
-        with named_file(path):
-            found = dataclasses.replace(read_memory(path, on_progress), file=path.name)
-        run = dataclasses.replace(run, memory_profile=found, notes=("timing: an imported snapshot has no timing",))
-        return keep(opened, checked_import(path, run))
+
+    def read(run: Run) -> Run:
+        found = dataclasses.replace(read_memory(path, on_progress), file=path.name)
+        return dataclasses.replace(run, memory_profile=found, notes=("timing: an imported snapshot has no timing",))
+
+    return import_run(path, name, store, read)

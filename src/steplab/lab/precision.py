@@ -66,7 +66,8 @@ def precision(
     store cannot be written.
     """
     given = named_fields(model, fields)
-    _check_parts(parts)
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise UserError(f"part '{unknown[0]}' is not known; choose some of {', '.join(PARTS)}")
     checked_name(name)
     precisions = tuple(dict.fromkeys(precisions))
     audited = [_step(given, each) for each in precisions or AUDITED] if "audit" in parts else []
@@ -99,12 +100,6 @@ def precision(
     # The sweep continues the newest study over these cells, which has just begun.
     result = sweep(study, store=store, resume=True, timeout_s=timeout_s, on_progress=on_sweep)
     return PrecisionResult(numerics=tuple(found), runs=result.runs, study_id=study_id)
-
-
-def _check_parts(parts: Sequence[str]) -> None:
-    for part in parts:
-        if part not in PARTS:
-            raise UserError(f"part '{part}' is not known; choose some of {', '.join(PARTS)}")
 
 
 def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[StepSpec]:

@@ -19,6 +19,7 @@ from steplab.costs.weights import elements
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.plan.dry_run.events import Allocated, Began, Event, Freed, Listener, Operator, RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
+from steplab.plan.dry_run.step import OpenStep, dry_step
 from steplab.plan.dry_run.tensors import Piece
 from steplab.plan.layout.model import ForeignModel, Known, Spread, own_facts
 from steplab.plan.memory import predict_memory
@@ -37,8 +38,8 @@ T = TypeVar("T")
 _LEFT = 512
 
 
-Coded = int | str | tuple[str, str, int, str, str] | Operator
-"""An event on disk: an allocated piece's fields, a freed allocation's number, a phase that began, or an operator."""
+Coded = int | Began | Allocated | Operator
+"""An event on disk; for what is freed, the number of its allocation."""
 
 
 def kept(spec: StepSpec, what: str, trace: Open) -> Open:
@@ -84,13 +85,11 @@ def _told_again(runs: list[list[Coded]], listen: Listener) -> Iterator[Callable[
     left = iter(runs)
 
     def event(code: Coded) -> Event:
-        if isinstance(code, tuple):
-            what, formula, num_bytes, category, where = code
-            pieces.append(Piece(what=what, formula=formula, num_bytes=num_bytes, category=category, where=where))
-            return Allocated(pieces[-1])
         if isinstance(code, int):
             return Freed(pieces[code])
-        return Began(code) if isinstance(code, str) else code
+        if isinstance(code, Allocated):
+            pieces.append(code.piece)
+        return code
 
     def tell() -> None:
         for code in next(left):
@@ -141,13 +140,11 @@ def _coded(runs: list[list[Event]]) -> list[list[Coded]]:
     numbers: dict[int, int] = {}  # of allocations, by the id of their piece, which `runs` keeps alive
 
     def code(event: Event) -> Coded:
-        if isinstance(event, Allocated):
-            piece = event.piece
-            numbers[id(piece)] = len(numbers)
-            return piece.what, piece.formula, piece.num_bytes, piece.category, piece.where
         if isinstance(event, Freed):
             return numbers[id(event.piece)]
-        return event.phase if isinstance(event, Began) else event
+        if isinstance(event, Allocated):
+            numbers[id(event.piece)] = len(numbers)
+        return event
 
     return [[code(event) for event in run] for run in runs]
 
@@ -162,26 +159,17 @@ def memory_of(
     """Predict a step's memory; a trace of a third-party model appends its operators to `operators`. gpu: determines the
     cuBLAS workspace; None: a Hopper GPU.
     """
-    found = _memory_of(spec, variant, gpu, operators)
-    return found if found.model else replace(found, model=facts_of(spec))
-
-
-def _memory_of(
-    spec: StepSpec, variant: Variant | None, gpu: HardwareSpec | None, operators: list[Operator] | None
-) -> MemoryPrediction:
+    model = spread_model(spec) if spec.layout.world_size > 1 else _deep_model(spec)
+    open_step: OpenStep = dry_step
+    if model is not None and spec.layout.world_size > 1:
+        model.refuse_unplanned(spec)
+    elif model is not None and operators is not None and spec.compile == "off":
+        operators.extend(operators_of(spec))
+    elif model is None and is_traced(spec):
+        open_step = partial(_open_traced, operators)
     device = gpu.device_names[0] if gpu and gpu.device_names else None
-    if is_traced(spec) and spec.layout.world_size > 1:
-        model = spread_model(spec)
-        if model is not None:
-            model.refuse_unplanned(spec)
-        return predict_memory(spec, device=device, variant=variant, model=model)
-    if is_traced(spec) and (deep := _deep_model(spec)):
-        if operators is not None and spec.compile == "off":
-            operators.extend(operators_of(spec))
-        return predict_memory(spec, device=device, model=deep)
-    if is_traced(spec):
-        return predict_memory(spec, device=device, open_step=partial(_open_traced, operators))
-    return predict_memory(spec, device=device, variant=variant)
+    found = predict_memory(spec, device=device, variant=variant, open_step=open_step, model=model)
+    return found if found.model else replace(found, model=facts_of(spec))
 
 
 @contextmanager

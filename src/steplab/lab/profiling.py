@@ -9,8 +9,8 @@ from pathlib import Path
 from steplab.costs.rates import gpu_named
 from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing
-from steplab.lab.files import folder_for, raw_file, rescue, unread
-from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
+from steplab.lab.files import folder_for, raw_file, rescued
+from steplab.lab.keeping import Place, checked_name, import_run, keep, named_file, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
 from steplab.lab.planning import DEFAULT_GPU
@@ -75,13 +75,10 @@ def profile(
         run = completed(run, name, chosen.notes, opened)
         try:
             if written.exists():
-                kept = target.take(written) if target else written
-                run = with_profile(run, read_profile(kept, "torch.profiler", on_progress))
-        except Exception as error:
-            where = rescue(written, "trace", run.id) if written.exists() or not target else target.path
-            raise unread(error, run, "trace", kept=where) from error
-        else:
-            run = with_compiled_shares(run, on_progress)
+                with rescued(written, target, "trace", run):
+                    kept = target.take(written) if target else written
+                    run = with_profile(run, read_profile(kept, "torch.profiler", on_progress))
+                run = with_compiled_shares(run, on_progress)
         finally:  # after Ctrl-C too: the measurement is made
             run = keep(opened, run, place)
         return run
@@ -103,19 +100,17 @@ def import_trace(
     that is unreadable, no trace, or too large.
     """
     path = Path(path)
-    with open_store(store, write=True) as opened:
-        run = imported_run(path, name)
+
+    def read(run: Run) -> Run:
         if path.is_dir():
             found, ranks = read_ranks(path, on_progress, step_range)
             notes = (f"timing, memory: imported traces of {len(ranks.ranks)} ranks have only profiled steps",)
-            run = dataclasses.replace(run, profile=found, traced_ranks=ranks, notes=notes)
-            return keep(opened, checked_import(path, run))
-        with named_file(path):
-            found = dataclasses.replace(read_profile(path, None, on_progress, step_range), file=path.name)
-        run = dataclasses.replace(
-            run, profile=found, notes=("timing, memory: an imported trace has only profiled steps",)
-        )
-        return keep(opened, checked_import(path, run))
+            return dataclasses.replace(run, profile=found, traced_ranks=ranks, notes=notes)
+        found = dataclasses.replace(read_profile(path, None, on_progress, step_range), file=path.name)
+        notes = ("timing, memory: an imported trace has only profiled steps",)
+        return dataclasses.replace(run, profile=found, notes=notes)
+
+    return import_run(path, name, store, read)
 
 
 def read_ranks(

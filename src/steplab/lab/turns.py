@@ -224,18 +224,15 @@ def checked_out(revision: str) -> Iterator[Surroundings]:
 def _import_path(root: Path, tree: Path) -> str:
     """PYTHONPATH with the repository's entries, also of `sys.path` (editable installs), moved to the worktree."""
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    installed = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
     found = []
     for entry in dict.fromkeys([*given, *sys.path]):
         path = Path(entry).resolve()
-        if path.is_relative_to(root) and not _is_installed(path):
+        if path.is_relative_to(root) and not any(map(path.is_relative_to, installed)):
             found.append(str(tree / path.relative_to(root)))
         elif entry in given:
             found.append(entry)
     return os.pathsep.join(dict.fromkeys(found))
-
-
-def _is_installed(path: Path) -> bool:
-    return any(path.is_relative_to(Path(prefix).resolve()) for prefix in {sys.prefix, sys.base_prefix})
 
 
 def _git(*arguments: str, otherwise: str = "") -> str:
@@ -274,7 +271,9 @@ def try_findings(
         raise UserError(
             f"run {run.id} is {what}, which steplab cannot run again; apply the changes there, and profile it again"
         )
-    spec = _on_the_same_kind(dataclasses.replace(run.spec, steps=max(run.spec.steps, STEPS)), run)
+    spec = dataclasses.replace(run.spec, steps=max(run.spec.steps, STEPS))
+    if spec.device == "auto" and run.environment:  # so that a machine without this kind of device refuses
+        spec = dataclasses.replace(spec, device=run.environment.device.kind)
     proposed = {_key(finding): finding.fields for finding in findings.findings if finding.fields}
     if not proposed:
         return findings
@@ -333,12 +332,6 @@ def _trial(base: Run, outcome: Run | str) -> Trial:
         tokens_ratio=tokens_ratio,
         alternating=run.turns.alternating if run.turns else None,
     )
-
-
-def _on_the_same_kind(spec: StepSpec, run: Run) -> StepSpec:
-    """The step on the run's kind of device instead of `auto`, so that a machine without one refuses."""
-    kind = run.environment.device.kind if run.environment else None
-    return dataclasses.replace(spec, device=kind) if spec.device == "auto" and kind else spec
 
 
 def _refuse_another_device(run: Run, found: Environment | None) -> None:

@@ -5,13 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from steplab.costs.flops import (
-    DTYPE_OF_MATMULS,
-    Convention,
-    ModelSizes,
-    executed_flops_per_token,
-    model_flops_per_token,
-)
+from steplab.costs import flops as costs
 from steplab.errors import SteplabError
 from steplab.records.environment import DeviceInfo
 from steplab.records.run import ModelFacts, Run, Utilization
@@ -34,7 +28,7 @@ def with_utilizations(run: Run, store: Store) -> Run:
     """Add MFU and HFU to the run, by the GPU's stated peak or this machine's measured one."""
     if run.spec is None or run.environment is None:
         return run
-    peak = peak_figure(run.environment.device, DTYPE_OF_MATMULS[run.spec.precision], store)
+    peak = peak_figure(run.environment.device, costs.DTYPE_OF_MATMULS[run.spec.precision], store)
     used = utilizations(run, peak)
     if peak.measured and _done_over(used):
         why = "is below what this step reached; run `steplab doctor` again on an idle machine"
@@ -46,7 +40,7 @@ def with_utilizations(run: Run, store: Store) -> Run:
 def with_given_flops(run: Run, flops: float, precision: str, num_ranks: int, store: Store) -> Run:
     if run.failure or run.environment is None or not run.median_s:
         return run
-    peak = peak_figure(run.environment.device, DTYPE_OF_MATMULS[precision], store)
+    peak = peak_figure(run.environment.device, costs.DTYPE_OF_MATMULS[precision], store)
     used = (_utilization("mfu", "given", flops, precision, run.median_s, peak, num_ranks),)
     if absurd := first_problem(used):
         return dataclasses.replace(run, notes=(*run.notes, f"MFU: not with these flops_per_step: {absurd}"))
@@ -113,7 +107,7 @@ def _utilization(
         kind=kind,
         convention=convention,
         flops=flops,
-        dtype=DTYPE_OF_MATMULS[precision],
+        dtype=costs.DTYPE_OF_MATMULS[precision],
         peak_flops_per_s=peak.flops_per_s,
         peak_source=peak.source,
         value=flops / step_s / (peak.flops_per_s * num_devices) if peak.flops_per_s else None,
@@ -158,7 +152,7 @@ def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mf
         ]
         ranks = spec.layout.world_size
         return [(kind, name, None if flops is None else flops * ranks) for kind, name, flops in of_one]
-    sizes: ModelSizes = {
+    sizes: costs.ModelSizes = {
         "num_parameters": model.num_active_parameters or model.num_parameters,
         "num_embedding_parameters": model.num_embedding_parameters,
         "num_layers": model.num_layers,
@@ -166,9 +160,9 @@ def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mf
     }
     backward = spec.pass_name != "forward"
     per_token: list[tuple[Literal["mfu", "hfu"], str, float | None]] = [
-        ("mfu", name, model_flops_per_token(name, **sizes, context=spec.context, backward=backward))
-        for name in get_args(Convention)
+        ("mfu", name, costs.model_flops_per_token(name, **sizes, context=spec.context, backward=backward))
+        for name in get_args(costs.Convention)
         if model.is_causal or name != "causal"
     ]
-    per_token.append(("hfu", "as_executed", executed_flops_per_token(spec, model.is_causal, **sizes)))
+    per_token.append(("hfu", "as_executed", costs.executed_flops_per_token(spec, model.is_causal, **sizes)))
     return [(kind, name, flops * spec.tokens_of_all if flops is not None else None) for kind, name, flops in per_token]

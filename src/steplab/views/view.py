@@ -96,7 +96,7 @@ class View:
         return target
 
 
-Planned = PlannedStep | MemoryPrediction | StepTimePrediction | LayoutPlan
+Planned = PlannedStep | MemoryPrediction | StepTimePrediction | LayoutPlan | tuple[LayoutPlan, ...]
 Shown = Record | Findings | Comparison | tuple[Series, ...] | Planned
 
 
@@ -166,6 +166,10 @@ def _document(shown: Any, store: Path | str | None) -> Document:
             from steplab.report.plan.layouts import layouts_document
 
             return layouts_document(shown)
+        case (LayoutPlan(), *_):
+            from steplab.report.plan.compared_layouts import compared_layouts_document
+
+            return compared_layouts_document(shown)
         case MemoryPrediction(spec=spec) if spec:
             from steplab.report.plan.document import plan_document
 

@@ -21,12 +21,8 @@ from steplab.specs.changes import OPT_IN
 def advise(
     *,
     step: StepOptions = StepOptions(),
-    keep_precision: Annotated[
-        bool, Parameter(help="Keep the number format: try neither bf16 nor TF32", negative="")
-    ] = False,
-    opt_in: Annotated[
-        tuple[str, ...], Parameter(help=f"Also try this change of numerics: {', '.join(OPT_IN)}", negative="")
-    ] = (),
+    keep_precision: Annotated[bool, Parameter(help="Keep the number format: try neither bf16 nor TF32")] = False,
+    opt_in: Annotated[tuple[str, ...], Parameter(help=f"Also try this change of numerics: {', '.join(OPT_IN)}")] = (),
     budget: Annotated[
         str, Parameter(help="Start no change after this long: 90s, 10min, 2h; 'none' tries all")
     ] = "10min",

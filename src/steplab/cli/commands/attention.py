@@ -10,15 +10,14 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import QUIET, GivenFields, OutputOptions, field_options
+from steplab.cli.options import QUIET, GivenFields, OutputOptions
 from steplab.specs.attention import ATTENTION
 
 _CELLS = Group.create_ordered("Cells: every combination of the listed values, which replace the grid's")
 
 
-@field_options(ATTENTION.cells.values(), _CELLS, others=ATTENTION.own)
-class AttentionOptions(GivenFields):
-    pass
+class AttentionOptions(GivenFields, declared=ATTENTION.cells.values(), others=ATTENTION.own, group=_CELLS):
+    """A cell of `attention`, and the benchmark."""
 
 
 def attention(
@@ -33,7 +32,6 @@ def attention(
         Parameter(
             help="List the tensors of plain attention in the smallest cell that ran out of memory; "
             "with --gpu, the smallest that would on that GPU",
-            negative="",
         ),
     ] = False,
     gpu: Annotated[str | None, Parameter(help="GPU memory that --derive compares with")] = None,

@@ -12,15 +12,14 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import QUIET, GivenFields, OutputOptions, field_options
+from steplab.cli.options import QUIET, GivenFields, OutputOptions
 from steplab.specs.comm import COMM
 
 _CELLS = Group.create_ordered("Cells: every combination of the listed values")
 
 
-@field_options(COMM.cells.values(), _CELLS, others=COMM.own)
-class CommOptions(GivenFields):
-    pass
+class CommOptions(GivenFields, declared=COMM.cells.values(), others=COMM.own, group=_CELLS):
+    """A cell of `comm`, and the processes."""
 
 
 def comm(

@@ -23,9 +23,7 @@ def compare(
     *,
     allow: Annotated[
         tuple[str, ...],
-        Parameter(
-            help="Field that may differ: torch, device, precision; may be repeated", negative="", show_default=False
-        ),
+        Parameter(help="Field that may differ: torch, device, precision; may be repeated", show_default=False),
     ] = (),
     threshold: Annotated[
         str | None,

@@ -11,13 +11,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import GivenFields, OutputOptions, field_options, timeout_help
+from steplab.cli.options import GivenFields, OutputOptions, timeout_help
 from steplab.specs.ddp import DDP
 
 
-@field_options(DDP.cells.values(), others=DDP.own)
-class DdpOptions(GivenFields):
-    pass
+class DdpOptions(GivenFields, declared=DDP.cells.values(), others=DDP.own):
+    """The step of each rank, and the variants."""
 
 
 def ddp(

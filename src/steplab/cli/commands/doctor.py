@@ -7,13 +7,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import GivenFields, PageOptions, field_options, timeout_help
+from steplab.cli.options import GivenFields, PageOptions, timeout_help
 from steplab.specs.benchmark import DOCTOR
 
 
-@field_options((), others=DOCTOR.own)
-class DoctorOptions(GivenFields):
-    pass
+class DoctorOptions(GivenFields, others=DOCTOR.own):
+    """The device."""
 
 
 def doctor(

@@ -18,16 +18,13 @@ def explain(
     ] = None,
     /,
     *,
-    try_: Annotated[
-        bool, Parameter(name="--try", help="Measure each proposed change on this machine", negative="")
-    ] = False,
+    try_: Annotated[bool, Parameter(name="--try", help="Measure each proposed change on this machine")] = False,
     timeout: Annotated[str, Parameter(help=timeout_help("a measurement of --try"))] = "1h",
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, emit, emit_document, say
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.explaining import explain as diagnose
-    from steplab.lab.explaining import run_to_explain
+    from steplab.lab import explaining
     from steplab.lab.turns import try_findings
     from steplab.records.codec import encode
     from steplab.report.profile.verdict import findings_document
@@ -35,8 +32,8 @@ def explain(
 
     timeout_s = parse_duration(timeout)
     chosen = chosen_format(out.format, out)
-    run = run_to_explain(id, store=out.store)
-    findings = diagnose(run, store=out.store)
+    run = explaining.run_to_explain(id, store=out.store)
+    findings = explaining.explain(run, store=out.store)
     if try_:
         with ProgressLine() as line:
             findings = try_findings(

@@ -28,42 +28,31 @@ def export(
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> None:
+    from steplab.cli.output import chosen_format, emit, say
+    from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
-    from steplab.lab.choosing import refuse_several
-
-    refuse_several({"ids": bool(ids), "a study": study is not None})
-    if tracker:
-        if format or out.output:
-            raise UserError("--tracker excludes --format and --output; run the command twice")
-        _track(ids, study, tracker, out)
-        return
-    from steplab.cli.output import chosen_format, emit
-    from steplab.lab.choosing import records_of
+    from steplab.lab.choosing import records_of, refuse_several
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode_with_summary
+    from steplab.units import counted
 
+    refuse_several({"ids": bool(ids), "a study": study is not None})
+    if tracker and (format or out.output):
+        raise UserError("--tracker excludes --format and --output; run the command twice")
     chosen = chosen_format(format, out, allowed=("jsonl",))
     with open_store(out.store, write=False) as opened:
         study_id = opened.study_id(study) if study else None
         records = records_of(opened, ids) if ids else opened.iterate(study=study_id, all_attempts=True)
-        emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
-
-
-def _track(ids: tuple[str, ...], study: str | None, tracker: str, out: FileOptions) -> None:
-    from steplab.cli.output import say
-    from steplab.cli.progress import ProgressLine
+        if not tracker:
+            emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
+            return
+        held = list(records)
     from steplab.integrations.tracking import track, tracked
-    from steplab.lab.choosing import records_of
-    from steplab.lab.keeping import open_store
-    from steplab.units import counted
     from steplab.views.reporting import report
 
-    with open_store(out.store, write=False) as opened:
-        study_id = opened.study_id(study) if study else None
-        records = list(records_of(opened, ids) if ids else opened.iterate(study=study_id, all_attempts=True))
     places = []
     with ProgressLine() as line:
-        for record in records:
+        for record in held:
             page = report(record, store=out.store, on_progress=line.within).render("html")
             places.append(track(tracked(record, page), tracker))
     for place in dict.fromkeys(places):

@@ -9,12 +9,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import GivenFields, PageOptions, step_options
+from steplab.cli.options import GivenFields, PageOptions
+from steplab.specs.step import FIELDS
 
 
-@step_options(with_defaults=False)
-class ChosenSteps(GivenFields):
-    pass
+class ChosenSteps(GivenFields, declared=FIELDS.values(), with_defaults=False):
+    """Values that select runs."""
 
 
 def history(

@@ -25,15 +25,14 @@ def import_snapshot(
     from steplab.cli.commands.memory import show_memory
     from steplab.cli.output import chosen_format, say, say_stored
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.memory import import_snapshot as take
-    from steplab.lab.memory import marks_beside
+    from steplab.lab import memory
 
     chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
-        record = take(file, name=name, store=out.store, on_progress=line.within)
+        record = memory.import_snapshot(file, name=name, store=out.store, on_progress=line.within)
     show_memory(record, chosen, out)
     say_stored("record", record.id)
-    marks = marks_beside(file)
+    marks = memory.marks_beside(file)
     if not os.path.exists(marks):
         say(
             f"steplab: categories of memory are unknown; if `memory --snapshot` wrote this file, put its marks "

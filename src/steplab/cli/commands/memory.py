@@ -30,21 +30,18 @@ def memory(
             help="File for the raw history (.pickle), for pytorch.org/memory_viz; categories go to FILE.marks.json"
         ),
     ] = None,
-    predict: Annotated[
-        bool, Parameter(help="Compare the peak with the prediction of `plan memory`", negative="")
-    ] = False,
+    predict: Annotated[bool, Parameter(help="Compare the peak with the prediction of `plan memory`")] = False,
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, say, say_stored
     from steplab.cli.progress import measuring_step, say_failed, shown
+    from steplab.lab import memory as lab
     from steplab.lab.explaining import memory_references
-    from steplab.lab.memory import marks_beside
-    from steplab.lab.memory import memory as measure_and_watch
     from steplab.lab.predicting import memory_of
     from steplab.specs.model import refuse_planning_only
 
     spec = measured.spec()
-    marks = marks_beside(snapshot) if snapshot else None
+    marks = lab.marks_beside(snapshot) if snapshot else None
     chosen = chosen_format(out.format, out, beside=[snapshot, marks])
     prediction = None
     if predict:
@@ -55,7 +52,7 @@ def memory(
             refuse_planning_only(spec.model)
             say(f"steplab: measuring without a prediction: {unsupported.why}")
     with measuring_step(spec, measured, out) as how:
-        record = measure_and_watch(spec, snapshot=snapshot, force=out.force, **how)
+        record = lab.memory(spec, snapshot=snapshot, force=out.force, **how)
     references = memory_references([record], out.store) if chosen not in ("json", "csv") else ()
     show_memory(record, chosen, out, prediction=prediction, references=references)
     if record.failure:

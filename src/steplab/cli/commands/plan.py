@@ -3,50 +3,27 @@
 For example: steplab plan time --model 2.7b --precision bf16 --gpu "H100 SXM"
 """
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from steplab.cli.options import SPREAD, GivenFields, PageOptions, Recipe, parts_of, step_options
+from steplab.cli.options import SPREAD, GivenFields, PageOptions, Recipe, parts_of, step_fields
 from steplab.errors import UserError
 from steplab.specs.model import SIZE_FIELDS
 from steplab.specs.step import FIELDS
-
-if TYPE_CHECKING:
-    from steplab.report.kit.document import Document
 
 plan = App(name="plan", help_format="plaintext")
 
 _OF_MEASURING = ("warmup", "steps", "seed")
 
 
-@step_options(without=_OF_MEASURING)
-class PlannedStepOptions(GivenFields):
+class PlannedStepOptions(GivenFields, declared=step_fields(without=_OF_MEASURING)):
     """The step that is predicted. `plan steps` takes lists: --context 128,256."""
-
-
-def _chosen(out: PageOptions) -> str:
-    from steplab.cli.output import chosen_format
-
-    return chosen_format(out.format, out)
-
-
-def _write(document: "Document", chosen: str, out: PageOptions, record: object = None) -> None:
-    import msgspec
-
-    from steplab.cli.output import emit, emit_document
-
-    if chosen == "json" and record is not None:
-        emit(msgspec.json.format(msgspec.json.encode(record)).decode(), out, chosen)
-    else:
-        emit_document(document, chosen, out)
 
 
 _Peaks = Annotated[
     tuple[str, ...],
-    Parameter(
-        help="Dense peak in FLOP/s by number format: bf16=989e12 [may be repeated]", negative="", show_default=False
-    ),
+    Parameter(help="Dense peak in FLOP/s by number format: bf16=989e12 [may be repeated]", show_default=False),
 ]
 _Bandwidth = Annotated[float | None, Parameter(help="Memory bandwidth in bytes/s: 4.8e12")]
 _Memory = Annotated[str | None, Parameter(name="--memory", help="Memory of the GPU: 96GiB")]
@@ -74,16 +51,18 @@ def memory(
 
     For example: steplab plan memory --model 2.7b --context 512 --precision bf16
     """
+    from steplab.cli.output import chosen_format, write_view
     from steplab.cli.progress import shown
     from steplab.lab.planning import DEFAULT_GPU, chosen_gpu, on_cuda, plan_memory
-    from steplab.report.plan.document import plan_document
     from steplab.specs.changes import resolve_with_recipe
+    from steplab.views.view import show
 
-    spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
+    spec = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda)
+    chosen = chosen_format(out.format, out)
     card = chosen_gpu(gpu or DEFAULT_GPU, memory=of_gpu) if gpu or of_gpu else None
     with shown("predicting"):
         prediction = plan_memory(spec, gpu=card, variant=variant)
-    _write(plan_document(prediction.spec or spec, prediction), chosen, out, prediction)
+    write_view(show(prediction, store=out.store), chosen, out)
 
 
 @plan.command
@@ -106,23 +85,19 @@ def time(
 
     For example: steplab plan time --model 2.7b --context 512 --precision bf16 --compile default --gpu "H200 SXM"
     """
+    from steplab.cli.output import chosen_format, write_view
     from steplab.cli.progress import shown
     from steplab.lab.layout_planning import plan_given_layout
     from steplab.lab.planning import chosen_gpu, on_cuda, plan_time
-    from steplab.report.plan.layouts import layouts_document
-    from steplab.report.plan.time import time_document
     from steplab.specs.changes import resolve_with_recipe
+    from steplab.views.view import show
 
-    spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
+    spec = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda)
+    chosen = chosen_format(out.format, out)
     card = chosen_gpu(gpu, peak, bandwidth, of_gpu)
-    if spec.layout.world_size > 1:
-        with shown("predicting"):
-            found = plan_given_layout(spec, card)
-        _write(layouts_document(found), chosen, out, found)
-        return
     with shown("predicting"):
-        prediction = plan_time(spec, gpu=card)
-    _write(time_document(prediction.spec or spec, prediction), chosen, out, prediction)
+        found = plan_given_layout(spec, card) if spec.layout.world_size > 1 else plan_time(spec, gpu=card)
+    write_view(show(found, store=out.store), chosen, out)
 
 
 _OF_LAYOUTS = (
@@ -133,9 +108,8 @@ _OF_LAYOUTS = (
 """Step fields that a layout decides, or that do not affect it."""
 
 
-@step_options(without=_OF_LAYOUTS)
-class JobOptions(GivenFields):
-    pass
+class JobOptions(GivenFields, declared=step_fields(without=_OF_LAYOUTS)):
+    """The step without what a layout decides."""
 
 
 @plan.command
@@ -153,7 +127,6 @@ def layout(
         Parameter(
             help="Bus bandwidth per GPU: measured, in GB/s (node=330, network=45), or stated "
             "(network=400Gb/s) [may be repeated]",
-            negative="",
             show_default=False,
         ),
     ] = (),
@@ -176,14 +149,14 @@ def layout(
 
     For example: steplab plan layout --model 8b --context 4096 --checkpointing auto --gpus 64,512 --global-batch 512
     """
+    from steplab.cli.output import chosen_format, write_view
     from steplab.cli.progress import shown
     from steplab.lab.layout_planning import plan_layouts
     from steplab.lab.planning import chosen_gpu
-    from steplab.report.plan.compared_layouts import compared_layouts_document
-    from steplab.report.plan.layouts import layouts_document
     from steplab.units import parse_count
+    from steplab.views.view import show
 
-    chosen = _chosen(out)
+    chosen = chosen_format(out.format, out)
     with shown("planning the layouts"):
         found = plan_layouts(
             step.grid(),
@@ -196,10 +169,7 @@ def layout(
             tokens=None if tokens is None else parse_count(tokens),
             store=out.store,
         )
-    if len(found) == 1:
-        _write(layouts_document(found[0]), chosen, out, found[0])
-    else:
-        _write(compared_layouts_document(found), chosen, out, found)
+    write_view(show(found[0] if len(found) == 1 else found, store=out.store), chosen, out)
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -220,16 +190,17 @@ def steps(
 
     For example: steplab plan steps --model small,xl --context 128,1024 --precision fp32,bf16
     """
+    from steplab.cli.output import chosen_format, emit_document
     from steplab.cli.progress import shown
     from steplab.lab.planning import plan_steps
     from steplab.report.plan.steps import planned_document
     from steplab.specs.study import study_from_grids
 
-    chosen = _chosen(out)
+    chosen = chosen_format(out.format, out)
     cells = study_from_grids("plan", "", [step.grid()]).cells
     with shown("predicting"):
         planned = plan_steps(cells, gpu=gpu)
-    _write(planned_document(planned), chosen, out)
+    emit_document(planned_document(planned), chosen, out)
 
 
 @plan.command
@@ -242,22 +213,22 @@ def check(*, out: PageOptions = PageOptions()) -> None:
 
     For example: steplab plan check --output check.html
     """
+    from steplab.cli.output import chosen_format, emit_document
     from steplab.cli.progress import ProgressLine
     from steplab.lab.planning import check_plan
     from steplab.report.plan.check import check_document
 
-    chosen = _chosen(out)
+    chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
         checked = check_plan(out.store, line.within)
-    _write(check_document(checked), chosen, out)
+    emit_document(check_document(checked), chosen, out)
 
 
-_OF_A_MODEL = ("model", "batch", "context", *(field.key for field in SIZE_FIELDS))
+_OF_A_MODEL = [*(FIELDS[key] for key in ("model", "batch", "context")), *SIZE_FIELDS]
 
 
-@step_options(without=[key for key in FIELDS if key not in _OF_A_MODEL])
-class ModelOptions(GivenFields):
-    pass
+class ModelOptions(GivenFields, declared=_OF_A_MODEL):
+    """The model, and the tokens of a step."""
 
 
 @plan.command
@@ -284,12 +255,13 @@ def accounting(
 
     For example: steplab plan accounting --model xxl --gpu "TPU v5p" --mesh fsdp=16,tp=4
     """
+    from steplab.cli.output import chosen_format, emit_document
     from steplab.lab.planning import plan_accounting
     from steplab.report.plan.accounting import accounting_document
     from steplab.specs.resolve import resolve_step
 
-    spec, chosen = resolve_step(model.fields()), _chosen(out)
+    spec, chosen = resolve_step(model.fields()), chosen_format(out.format, out)
     found = plan_accounting(
         spec, gpu=gpu, mesh=mesh, axes=axes, flops_per_s=flops, axis_bytes_per_s=bandwidth, counted_in=counted_in
     )
-    _write(accounting_document(found), chosen, out)
+    emit_document(accounting_document(found), chosen, out)

@@ -30,8 +30,7 @@ def precision(
     from steplab.cli.output import chosen_format, emit_document, say
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
-    from steplab.lab.precision import PARTS
-    from steplab.lab.precision import precision as compare
+    from steplab.lab import precision as lab
     from steplab.report.precision.document import precision_document
     from steplab.units import counted, parse_duration
 
@@ -42,9 +41,9 @@ def precision(
         raise UserError("--format csv holds one table; set --only to audit, accumulation or timings")
     with ProgressLine() as line:
         try:
-            result = compare(
+            result = lab.precision(
                 precisions=precisions,
-                parts=(only,) if only else PARTS,
+                parts=(only,) if only else lab.PARTS,
                 name=name,
                 store=out.store,
                 timeout_s=parse_duration(timeout),

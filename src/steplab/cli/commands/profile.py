@@ -25,13 +25,12 @@ def profile(
 ) -> int:
     from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import measuring_step, say_failed
-    from steplab.lab.profiling import is_recorded_elsewhere
-    from steplab.lab.profiling import profile as measure_and_profile
+    from steplab.lab import profiling
 
     spec = measured.spec()
     chosen = chosen_format(out.format, out, beside=[trace])
     with measuring_step(spec, measured, out) as how:
-        record = measure_and_profile(spec, profiled_steps=profiled_steps, trace=trace, force=out.force, **how)
+        record = profiling.profile(spec, profiled_steps=profiled_steps, trace=trace, force=out.force, **how)
     show_profile(record, chosen, out)
     if record.failure:
         say_failed(record)
@@ -39,7 +38,7 @@ def profile(
     if record.profile is None:
         reasons = [note for note in record.notes if note.startswith("profile: ")]
         say(f"steplab: {'; '.join(reasons)}")
-        return 0 if is_recorded_elsewhere(record) else 1
+        return 0 if profiling.is_recorded_elsewhere(record) else 1
     return 0
 
 

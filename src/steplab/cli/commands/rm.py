@@ -15,7 +15,7 @@ def rm(
     ids: Annotated[tuple[str, ...], Parameter(help="Ids of records, or their beginnings")],
     /,
     *,
-    yes: Annotated[bool, Parameter(help="Remove without confirmation", negative="")] = False,
+    yes: Annotated[bool, Parameter(help="Remove without confirmation")] = False,
     store: StoreOptions = StoreOptions(),
 ) -> None:
     from steplab.cli.output import say

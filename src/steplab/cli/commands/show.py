@@ -23,8 +23,7 @@ def show(
     out: FileOptions = FileOptions(),
 ) -> None:
     from steplab.cli.output import chosen_format, emit, stdout_color
-    from steplab.views.view import FORMATS
-    from steplab.views.view import show as view
+    from steplab.views import view
 
-    chosen = chosen_format(format, out, allowed=FORMATS)
-    emit(view(id, store=out.store).render(chosen, color=stdout_color(out)), out, chosen)
+    chosen = chosen_format(format, out, allowed=view.FORMATS)
+    emit(view.show(id, store=out.store).render(chosen, color=stdout_color(out)), out, chosen)

@@ -52,9 +52,7 @@ def backup(
     file: Annotated[Path, Parameter(help="File to write; an existing store is never replaced")],
     /,
     *,
-    force: Annotated[
-        bool, Parameter(help="Replace a file that is not a store", negative="", show_default=False)
-    ] = False,
+    force: Annotated[bool, Parameter(help="Replace a file that is not a store", show_default=False)] = False,
     options: StoreOptions = StoreOptions(),
 ) -> None:
     """Copy the store to a file while other commands read and write it.

@@ -25,11 +25,11 @@ CHOSEN_BY_TORCH = "chosen by torch"
 """`Operator.rate` of fused attention whose kernel torch chooses by the GPU."""
 
 
-class Began(msgspec.Struct, frozen=True, gc=False):
+class Began(msgspec.Struct, frozen=True, gc=False, tag=True):
     phase: str
 
 
-class Allocated(msgspec.Struct, frozen=True, gc=False):
+class Allocated(msgspec.Struct, frozen=True, gc=False, tag=True):
     piece: Piece
 
 
@@ -45,7 +45,7 @@ class Operand(msgspec.Struct, frozen=True, gc=False):
     """Offset in the allocation, in bytes; distinguishes two parts of one allocation from one tensor read twice."""
 
 
-class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag=True):
     name: str
     """The name in a torch trace, without aten::; for fused attention, the implementation's name."""
     kind: Kind
