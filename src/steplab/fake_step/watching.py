@@ -15,26 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from steplab.costs.kernel_time import Product
 from steplab.costs.operators import flops_of_elements
-from steplab.fake_step.kernels import (
-    Fused,
-    flops_of_product,
-    fused_attention,
-    held_within,
-    product_of,
-    refuse_sparse,
-    refuse_unknown,
-)
+from steplab.fake_step import kernels
 from steplab.fake_step.storages import Storages, format_of
-from steplab.plan.dry_run.events import (
-    CHOSEN_BY_TORCH,
-    MADE_BY_HOST,
-    READS_A_VALUE,
-    Began,
-    Kind,
-    Listener,
-    Operand,
-    Operator,
-)
+from steplab.plan.dry_run import events
 from steplab.plan.dry_run.parts import BEFORE, BEHIND
 
 _aten = torch.ops.aten
@@ -64,7 +47,7 @@ class Watcher(TorchDispatchMode):
     def __init__(
         self,
         doing: str,
-        listen: Listener,
+        listen: events.Listener,
         storages: Storages,
         *,
         tf32: bool,
@@ -101,7 +84,7 @@ class Watcher(TorchDispatchMode):
         if phase == "forward":
             self._begins = [(0, self._first)]
         if phase != "optimizer" or not self._updates_in_backward:
-            self._listen(Began(phase))
+            self._listen(events.Began(phase))
 
     def follow(self, blocks: Iterable[nn.Module]) -> None:
         """Note where operators run: before these blocks, in 'block 3', or behind them."""
@@ -115,8 +98,8 @@ class Watcher(TorchDispatchMode):
         if self._is_paused:
             return
         self._listen(
-            Operator(
-                name=MADE_BY_HOST,
+            events.Operator(
+                name=events.MADE_BY_HOST,
                 kind="streaming",
                 dtype=format_of(made),
                 written_bytes=_bytes_of(made),
@@ -201,24 +184,24 @@ class Watcher(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
-        place = self.on_value() if name == READS_A_VALUE else ""
-        refuse_unknown(name, func.namespace, self._doing)
-        product = product_of(name, args)
+        place = self.on_value() if name == events.READS_A_VALUE else ""
+        kernels.refuse_unknown(name, func.namespace, self._doing)
+        product = kernels.product_of(name, args)
         if product is not None:
             self.start_products()
         made = func(*args, **kwargs)
         reads = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         outputs = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
-        refuse_sparse(name, outputs, self._doing)
+        kernels.refuse_sparse(name, outputs, self._doing)
         fresh = self._follow(name, reads, outputs)
         writes = fresh + _changed(func, args, kwargs)
-        if name == READS_A_VALUE:
+        if name == events.READS_A_VALUE:
             writes = reads  # copied to the CPU, some four bytes
         if writes and name not in _NO_KERNEL and self._phase != "build":
             if name in _COPIES:
                 self._tell("zeros", [], writes, None, (), place)
             if name == "_grouped_mm" and reads[0].dtype == torch.float32:
-                self._tell(READS_A_VALUE, reads[2:3], reads[2:3], None, (), _GROUPS_IN_FP32)
+                self._tell(events.READS_A_VALUE, reads[2:3], reads[2:3], None, (), _GROUPS_IN_FP32)
                 self._calls += 3 * (product.batch if product else 1)
             pointwise = torch.Tag.pointwise in func.tags
             self._tell(name, reads, writes, product, args, place, pointwise=pointwise)
@@ -252,18 +235,18 @@ class Watcher(TorchDispatchMode):
         *,
         pointwise: bool = False,
     ) -> None:
-        for count in held_within(name, args):
+        for count in kernels.held_within(name, args):
             number = self._storages.make("within the kernel", count.symbols, count.value, self._where)
             self._storages.free(number)
         if name in _NOT_WRITTEN:
             writes = [each for each in writes if not any(each is other for other in args[_NOT_WRITTEN[name]])]
         reads, part_bytes = _read(name, reads, writes)
-        fused = fused_attention(name, args)
-        kind: Kind
+        fused = kernels.fused_attention(name, args)
+        kind: events.Kind
         if fused is not None:
             name, kind, product, flops = fused.name, "attention", fused.scores, fused.flops
         elif product is not None:
-            kind, flops = "matmul", flops_of_product(name, args, product)
+            kind, flops = "matmul", kernels.flops_of_product(name, args, product)
         else:
             elements = max(each.numel() for each in (*reads, *writes))
             kind, flops = "streaming", float(flops_of_elements(name, elements))
@@ -272,14 +255,14 @@ class Watcher(TorchDispatchMode):
             written_bytes = read_bytes
         rate = _rate(name, reads, writes, args, pointwise=pointwise) if kind == "streaming" else ""
         if fused is not None and self._takes_cudnn(fused, reads[0]):
-            rate = CHOSEN_BY_TORCH
+            rate = events.CHOSEN_BY_TORCH
         if name in _COPIES or _is_first_power(name, args):
             name = "copy"
         name = _PLAIN_NAMES.get(name, name if name.startswith("_f") else name.removesuffix("_"))
         first = next((each for each in (*reads, *writes) if each.is_floating_point()), writes[0])
         dtype, piece = format_of(first), self._storages.piece_of(writes[0])
         self._listen(
-            Operator(
+            events.Operator(
                 name=name,
                 kind=kind,
                 dtype="tf32" if kind == "matmul" and dtype == "fp32" and self._tf32 else dtype,
@@ -301,15 +284,15 @@ class Watcher(TorchDispatchMode):
         )
         self._calls = 0
 
-    def _takes_cudnn(self, fused: Fused, query: Tensor) -> bool:
+    def _takes_cudnn(self, fused: kernels.Fused, query: Tensor) -> bool:
         """True if torch may choose cuDNN's kernel, which it prefers on Hopper; backward follows forward."""
         if self._phase == "forward":
             self._cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         half = query.dtype in (torch.bfloat16, torch.float16)
         return self._cudnn and half and fused.scores.k % 8 == 0 and fused.scores.k <= _WIDEST_OF_CUDNN
 
-    def _operands(self, tensors: list[Tensor]) -> tuple[Operand, ...]:
-        return tuple(Operand(self._storages.number(each) or 0, _bytes_of(each)) for each in tensors)
+    def _operands(self, tensors: list[Tensor]) -> tuple[events.Operand, ...]:
+        return tuple(events.Operand(self._storages.number(each) or 0, _bytes_of(each)) for each in tensors)
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -16,13 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steplab.measurement.compat import (
-    autocast_has_rule,
-    is_made_of_parts,
-    is_operator,
-    running_node,
-    sequence_number,
-)
+from steplab.measurement import compat
 from steplab.measurement.step.spans import Place
 from steplab.measurement.tensors import dtype_name, tensors_in
 from steplab.records.numerics import Fp8Losses, MatmulAudit, OperationAudit, Rule
@@ -59,7 +53,7 @@ def op_name(function: Any) -> str:
     """Name without an operator's underscores: `a @ b` is matmul."""
     name = str(getattr(function, "__name__", function))
     bare = name.strip("_") if name.startswith("__") else name
-    return bare[1:] if name.startswith("__r") and is_operator(bare[1:]) else bare
+    return bare[1:] if name.startswith("__r") and compat.is_operator(bare[1:]) else bare
 
 
 def rule_of(op: str, device_type: str, ran: Iterable[str]) -> tuple[Rule, tuple[str, ...]]:
@@ -69,12 +63,12 @@ def rule_of(op: str, device_type: str, ran: Iterable[str]) -> tuple[Rule, tuple[
     if op in CASTS:
         return "cast", ()
     operator = _OPERATOR_OF.get(op, op)
-    if autocast_has_rule(operator, device_type):
+    if compat.autocast_has_rule(operator, device_type):
         return _which(operator, device_type), ()
-    if is_operator(operator) and not is_made_of_parts(operator):
+    if compat.is_operator(operator) and not compat.is_made_of_parts(operator):
         return "none", ()
     above = dict.fromkeys(part.removeprefix("_").removesuffix("_forward") for part in ran)
-    parts = tuple(part for part in above if autocast_has_rule(part, device_type))
+    parts = tuple(part for part in above if compat.autocast_has_rule(part, device_type))
     rules = {_which(part, device_type) for part in parts}
     return ("none" if not rules else rules.pop() if len(rules) == 1 else "parts"), parts
 
@@ -109,8 +103,8 @@ class AuditPlace(Place):
         """Name of the current module, also in a backward node; '' outside any."""
         if self.phase == "forward":
             return self.module
-        node = running_node()
-        return "" if node is None else self.module_of(sequence_number(node))
+        node = compat.running_node()
+        return "" if node is None else self.module_of(compat.sequence_number(node))
 
     @contextmanager
     def counting(self, device_type: str) -> Iterator[None]:
@@ -149,7 +143,7 @@ class Operators(TorchDispatchMode):
 
     def _note(self, op: str, args: Any, result: Any) -> None:
         phase = self._place.phase
-        node = running_node() if phase == "backward" else None
+        node = compat.running_node() if phase == "backward" else None
         node_name = str(node.name()).rpartition("::")[2] if node is not None else None
         operands = args[:2] if op == "aten::_scaled_mm" else args  # without scales
         inputs = tuple(dtype_name(tensor.dtype) for tensor in tensors_in(operands) if tensor.is_floating_point())
