@@ -138,20 +138,11 @@ def _root(errors: Tensor, rows: Tensor, sharing: int = 1) -> float:
 
 
 def assert_at_most_twice_the_error_of_plain(
-    function: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    *,
-    causal: bool,
-    scale: float | None = None,
-    tf32: bool = False,
-    case: object = "",
+    function: Any, *tensors: Tensor, causal: bool, scale: float | None = None, **more: Any
 ) -> None:
-    """Twice the rounding cost is allowed if plain attention happens to err less."""
-    found = results_of(function, q, k, v, do, causal=causal, scale=scale)
-    assert_results_at_most_twice_as_wrong(found, q, k, v, do, causal=causal, scale=scale, tf32=tf32, case=case)
+    """Twice the rounding cost is allowed if plain attention happens to err less; tensors are q, k, v and do."""
+    found = results_of(function, *tensors, causal=causal, scale=scale)
+    assert_results_at_most_twice_as_wrong(found, *tensors, causal=causal, scale=scale, **more)
 
 
 def assert_results_at_most_twice_as_wrong(

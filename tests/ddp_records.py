@@ -6,18 +6,7 @@ from tests.runs import ENVIRONMENT
 
 from steplab.costs.data_parallel import Link
 from steplab.lab.ddp import overhead_model, with_expected
-from steplab.records.ddp import (
-    COMMUNICATION_ROW,
-    COMPUTE_ROW,
-    MOMENTS,
-    DdpCell,
-    DdpFacts,
-    DdpRank,
-    DdpRun,
-    Messages,
-    StateMemory,
-    TracedSteps,
-)
+from steplab.records import ddp
 from steplab.records.failure import Failure
 from steplab.records.memory import PeakMemory
 from steplab.records.profile import Timeline
@@ -39,9 +28,9 @@ def make_study(names: Sequence[str] = KINDS, **fields: Any) -> DdpStudy:
     return DdpStudy(step=step, processes=RANKS, contenders=variants_of(names, (1.0, 10.0, 100.0, 1000.0)), **fields)
 
 
-def make_ddp_run(names: Sequence[str] = KINDS, *, broken: Sequence[str] = (), **fields: Any) -> DdpRun:
+def make_ddp_run(names: Sequence[str] = KINDS, *, broken: Sequence[str] = (), **fields: Any) -> ddp.DdpRun:
     study = make_study(names)
-    facts = DdpFacts(
+    facts = ddp.DdpFacts(
         backend="nccl",
         places=tuple(RankPlace(rank=rank, host="node", device="NVIDIA H200") for rank in range(RANKS)),
         num_parameters=PARAMETERS,
@@ -59,7 +48,7 @@ def make_ddp_run(names: Sequence[str] = KINDS, *, broken: Sequence[str] = (), **
         "cells": tuple(cells),
         "model": overhead_model(cells, facts),
     }
-    return DdpRun(**(values | fields))
+    return ddp.DdpRun(**(values | fields))
 
 
 def num_buckets(contender: Variant) -> int:
@@ -68,10 +57,10 @@ def num_buckets(contender: Variant) -> int:
     return min(max(round(BYTES / 1e6 / contender.bucket_size_mb), 1), TENSORS)
 
 
-def make_ddp_cell(contender: Variant, *, broken: bool = False) -> DdpCell:
+def make_ddp_cell(contender: Variant, *, broken: bool = False) -> ddp.DdpCell:
     if broken:
         failure = Failure(kind="out_of_memory", message="asked for 8.00 GiB more (rank 1)", phase="warmup")
-        return DdpCell(contender=contender, failure=failure)
+        return ddp.DdpCell(contender=contender, failure=failure)
     rng, calls = random.Random(contender.label), num_buckets(contender)
     alone_s = LINK.alone_s(BYTES, calls) if calls else 0.0
     left_s = LINK.exposed_s(BYTES, calls, PHASES["backward"]) if calls else 0.0
@@ -87,10 +76,10 @@ def make_ddp_cell(contender: Variant, *, broken: bool = False) -> DdpCell:
         kept = {name: column for name, column in columns.items() if any(column)}
         return tuple(PhaseSamples(phase=name, device_s=tuple(column)) for name, column in kept.items())
 
-    return DdpCell(
+    return ddp.DdpCell(
         contender=contender,
         ranks=tuple(
-            DdpRank(
+            ddp.DdpRank(
                 rank=rank,
                 phases=samples(ranks(left_s)),
                 baseline=samples(ranks(0.0)) if calls else (),
@@ -101,7 +90,7 @@ def make_ddp_cell(contender: Variant, *, broken: bool = False) -> DdpCell:
             )
             for rank in range(RANKS)
         ),
-        messages=(Messages(collective="all_reduce", sizes_bytes=(BYTES // calls,) * calls),) if calls else (),
+        messages=(ddp.Messages(collective="all_reduce", sizes_bytes=(BYTES // calls,) * calls),) if calls else (),
         turns="interleaved" if calls else "",
         first_step_s=1.5,
         traced=_traced(alone_s, left_s),
@@ -109,12 +98,12 @@ def make_ddp_cell(contender: Variant, *, broken: bool = False) -> DdpCell:
     )
 
 
-def _memory(contender: Variant) -> tuple[StateMemory, ...]:
+def _memory(contender: Variant) -> tuple[ddp.StateMemory, ...]:
     whole = BYTES // (RANKS if contender.kind == "fsdp2" else 1)
     state = 2 * BYTES // STATES.get(contender.kind, 1)
-    held = zip(MOMENTS, ((0, 0), (whole, 0), (whole, state)), strict=True)
+    held = zip(ddp.MOMENTS, ((0, 0), (whole, 0), (whole, state)), strict=True)
     return tuple(
-        StateMemory(
+        ddp.StateMemory(
             moment=moment,
             parameters_bytes=whole,
             gradients_bytes=gradients,
@@ -125,14 +114,14 @@ def _memory(contender: Variant) -> tuple[StateMemory, ...]:
     )
 
 
-def _traced(alone_s: float, left_s: float) -> TracedSteps:
+def _traced(alone_s: float, left_s: float) -> ddp.TracedSteps:
     forward, backward = round(PHASES["forward"] * 1e9), round(PHASES["backward"] * 1e9)
     end = forward + backward
     sent = round(alone_s * 1e9)
     begin = end + round(left_s * 1e9) - sent
-    work = [("matmul", COMPUTE_ROW, 0, forward), ("matmul", COMPUTE_ROW, forward, backward)]
-    work += [("communication", COMMUNICATION_ROW, begin, sent)] if sent else []
-    return TracedSteps(
+    work = [("matmul", ddp.COMPUTE_ROW, 0, forward), ("matmul", ddp.COMPUTE_ROW, forward, backward)]
+    work += [("communication", ddp.COMMUNICATION_ROW, begin, sent)] if sent else []
+    return ddp.TracedSteps(
         num_steps=2,
         step_s=(end + max(begin + sent - end, 0)) / 1e9,
         communication_s=alone_s,

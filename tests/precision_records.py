@@ -2,22 +2,12 @@ import dataclasses
 
 from tests.runs import ENVIRONMENT, make_run, out_of_memory, steady
 
+from steplab.records import numerics
 from steplab.records.failure import Failure
-from steplab.records.numerics import (
-    Accumulation,
-    Audit,
-    Binade,
-    Elements,
-    LossScaling,
-    MatmulAudit,
-    ModuleAudit,
-    Numerics,
-    OperationAudit,
-)
 from steplab.records.record import Record
 from steplab.specs.resolve import resolve_step
 
-NOTHING = Elements(
+NOTHING = numerics.Elements(
     num_elements=100,
     num_inf=0,
     num_nan=0,
@@ -34,8 +24,8 @@ SOME = dataclasses.replace(
 )
 
 
-def layer(name: str, output: str = "float16", gradients: Elements = NOTHING) -> ModuleAudit:
-    return ModuleAudit(
+def layer(name: str, output: str = "float16", gradients: numerics.Elements = NOTHING) -> numerics.ModuleAudit:
+    return numerics.ModuleAudit(
         module=name,
         kind="Linear",
         leaf=True,
@@ -50,15 +40,15 @@ def layer(name: str, output: str = "float16", gradients: Elements = NOTHING) -> 
     )
 
 
-def product(name: str, phase: str, calls: int) -> MatmulAudit:
+def product(name: str, phase: str, calls: int) -> numerics.MatmulAudit:
     low = ("float16", "float16")
     node = "MmBackward0" if phase == "backward" else None
-    return MatmulAudit(
+    return numerics.MatmulAudit(
         module=name, phase=phase, op="aten::mm", node=node, inputs=low, outputs=("float16",), calls=calls
     )
 
 
-AUDIT = Audit(
+AUDIT = numerics.Audit(
     loss_dtype="float32",
     loss=1.25,
     reference_loss=1.5,
@@ -69,9 +59,9 @@ AUDIT = Audit(
         layer("head<script>"),
     ),
     operations=(
-        OperationAudit(op="linear", rule="low_precision", inputs=("float32",), outputs=("float16",), calls=5),
-        OperationAudit(op="layer_norm", rule="fp32", inputs=("float16",), outputs=("float32",), calls=2),
-        OperationAudit(
+        numerics.OperationAudit(op="linear", rule="low_precision", inputs=("float32",), outputs=("float16",), calls=5),
+        numerics.OperationAudit(op="layer_norm", rule="fp32", inputs=("float16",), outputs=("float32",), calls=2),
+        numerics.OperationAudit(
             op="cross_entropy",
             rule="fp32",
             inputs=("float16",),
@@ -86,9 +76,9 @@ AUDIT = Audit(
         product("head", "backward", 2),
     ),
     gradient_exponents=((-30, 10), (-20, 30), (-3, 60)),
-    loss_scaling=LossScaling(largest_gradient=0.125, suggested_scale=65536.0, unscaled=SOME, scaled=NOTHING),
+    loss_scaling=numerics.LossScaling(largest_gradient=0.125, suggested_scale=65536.0, unscaled=SOME, scaled=NOTHING),
 )
-SUM = Accumulation(
+SUM = numerics.Accumulation(
     accumulator="bfloat16",
     addend="bfloat16",
     cast=False,
@@ -98,13 +88,13 @@ SUM = Accumulation(
     num_rounded=994,
     result=4.0,
     binades=(
-        Binade(start=2.0, spacing=2.0**-6, num_additions=128, added=2.0**-6),
-        Binade(start=4.0, spacing=2.0**-5, num_additions=650, added=0.0),
+        numerics.Binade(start=2.0, spacing=2.0**-6, num_additions=128, added=2.0**-6),
+        numerics.Binade(start=4.0, spacing=2.0**-5, num_additions=650, added=0.0),
     ),
 )
 
 
-def record(precision: str = "fp16", **changes: object) -> Numerics:
+def record(precision: str = "fp16", **changes: object) -> numerics.Numerics:
     values: dict[str, object] = {
         "id": precision.encode().hex()[:12].ljust(12, "0"),
         "created_utc": "2026-11-21T07:30:00Z",
@@ -114,7 +104,7 @@ def record(precision: str = "fp16", **changes: object) -> Numerics:
         "audit": AUDIT,
         "accumulations": (SUM,),
     }
-    return Numerics(**(values | changes))  # type: ignore[arg-type]
+    return numerics.Numerics(**(values | changes))  # type: ignore[arg-type]
 
 
 FAILED = record("bf16", audit=None, failure=Failure(kind="out_of_memory", message="asked for 8.00 GiB more (audit)"))

@@ -4,17 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.distributed.sharded_kit import (
-    STEPS,
-    Recorder,
-    assert_same,
-    assert_same_state,
-    give_gradients,
-    groups,
-    once,
-    tiny,
-    train,
-)
+from tests.distributed import sharded_kit
 from torch import nn
 
 from steplab.parallel import ShardedOptimizer, merge_shards
@@ -27,7 +17,7 @@ from steplab.parallel.flat_parameters import Exchange
 def case_calls_and_bytes(exchange: Exchange) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 64).bfloat16())
     model.append(nn.Linear(64, 64).requires_grad_(False))
-    recorder = Recorder(GroupCollectives())
+    recorder = sharded_kit.Recorder(GroupCollectives())
     sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, recorder, exchange=exchange, lr=0.1)
     assert recorder.calls == []
     size = dist.get_world_size()
@@ -41,7 +31,7 @@ def case_calls_and_bytes(exchange: Exchange) -> None:
         expected = [("broadcast", 8 * 16640 // size)] * size + [("broadcast", 8192), ("broadcast", 256)]
         thawed = [("broadcast", 16384), ("broadcast", 256)]
         assert padding_bytes == 128
-    give_gradients(model.parameters(), 0)
+    sharded_kit.give_gradients(model.parameters(), 0)
     for _ in range(3):
         recorder.calls.clear()
         sharded.step()
@@ -55,12 +45,12 @@ def case_calls_and_bytes(exchange: Exchange) -> None:
 def case_buckets_arrive_before_they_are_used() -> None:
     size = dist.get_world_size()
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3 * size)))
-    recorder = Recorder(GroupCollectives())
+    recorder = sharded_kit.Recorder(GroupCollectives())
     sharded = ShardedOptimizer(
         model.parameters(), torch.optim.SGD, recorder, bucket_size_mb=size * 16384e-6, exchange="all_gather", lr=0.1
     )
     sharded.overlap_with(*list(model)[:-1])
-    give_gradients(model.parameters(), 0)
+    sharded_kit.give_gradients(model.parameters(), 0)
 
     def under_way() -> list[bool]:
         return [bool(flat._under_way) for flat in sharded._flats]
@@ -91,7 +81,7 @@ def case_state_memory(sizes: list[int]) -> None:
     """Elements of state on each rank: two per owned parameter, at most 2 · (total + (N − 1) · largest) / N."""
     params = [nn.Parameter(torch.zeros(size)) for size in sizes]
     sharded = ShardedOptimizer(params, torch.optim.AdamW, lr=0.1)
-    give_gradients(params, 0)
+    sharded_kit.give_gradients(params, 0)
     sharded.step()
     state = sum(t.numel() for values in sharded.state.values() for key, t in values.items() if key != "step")
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -101,14 +91,14 @@ def case_state_memory(sizes: list[int]) -> None:
 
 
 def case_parameters_stay_what_they_were() -> None:
-    model, reference = tiny(), tiny()
+    model, reference = sharded_kit.tiny(), sharded_kit.tiny()
     turned = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
     other = nn.Parameter(turned.detach().clone())
     before = {name: id(param) for name, param in model.named_parameters()}
-    give_gradients(model.parameters(), 0)
+    sharded_kit.give_gradients(model.parameters(), 0)
     gradients = {name: param.grad for name, param in model.named_parameters()}
     sharded = ShardedOptimizer([*model.parameters(), turned], torch.optim.SGD, lr=0.1)
-    assert_same(model, reference)
+    sharded_kit.assert_same(model, reference)
     assert turned.stride() == (1, 4)
     assert before == {name: id(param) for name, param in model.named_parameters()}
     assert all(param.grad is gradients[name] for name, param in model.named_parameters())
@@ -117,9 +107,9 @@ def case_parameters_stay_what_they_were() -> None:
         param.data = param.data.clone()
     for step in range(2):
         for net, weight, optimizer in (model, turned, sharded), (reference, other, plain):
-            give_gradients([*net.parameters(), weight], step)
+            sharded_kit.give_gradients([*net.parameters(), weight], step)
             optimizer.step()
-        assert_same(model, reference)
+        sharded_kit.assert_same(model, reference)
         assert torch.equal(turned, other)
 
 
@@ -128,7 +118,7 @@ def case_parameters_that_are_given_memory_with_gaps_stay_apart() -> None:
     first, second = (nn.Parameter(torch.zeros(64)) for _ in range(2))
     sharded = ShardedOptimizer([first, second], torch.optim.SGD, lr=0.5)
     first.data = torch.ones(128)[::2]
-    give_gradients([first, second], 0)
+    sharded_kit.give_gradients([first, second], 0)
     sharded.step()
     assert first.grad is not None
     assert second.grad is not None
@@ -140,11 +130,11 @@ def case_parameters_that_are_given_memory_with_gaps_stay_apart() -> None:
 
 def case_what_is_added_to_a_module_later_has_arrived_after_the_step() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    ranks = Recorder(GroupCollectives())
+    ranks = sharded_kit.Recorder(GroupCollectives())
     sharded = ShardedOptimizer(list(model[0].parameters()), torch.optim.SGD, ranks, bucket_size_mb=1.0, lr=0.1)
     sharded.overlap_with(model)
     sharded.add_param_group({"params": list(model[1].parameters())})
-    give_gradients(model.parameters(), 0)
+    sharded_kit.give_gradients(model.parameters(), 0)
     sharded.step()
     assert [bool(flat._under_way) for flat in sharded._flats] == [True, False]
     model(torch.ones(1, 8))
@@ -154,14 +144,14 @@ def case_what_is_added_to_a_module_later_has_arrived_after_the_step() -> None:
 def case_a_group_that_is_refused_leaves_no_trace() -> None:
     with_gaps, half = nn.Parameter(torch.ones(4, 8)[:, ::2]), nn.Parameter(torch.ones(4).half())
     for refused, options in ((with_gaps, {}), (nn.Parameter(torch.ones(4)), {"lr": -1.0}), (half, {})):
-        model, reference = tiny(), tiny()
+        model, reference = sharded_kit.tiny(), sharded_kit.tiny()
         sharded = ShardedOptimizer(model.parameters(), Picky, lr=0.1)
         shares, flats = list(sharded._loads), len(sharded._flats)
         assert raised(lambda: sharded.add_param_group({"params": [refused], **options}))  # noqa: B023
         assert (sharded._loads, len(sharded._flats), len(sharded.param_groups)) == (shares, flats, 1)
-        train(model, sharded, range(2))
-        train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), range(2))
-        assert_same(model, reference)
+        sharded_kit.train(model, sharded, range(2))
+        sharded_kit.train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), range(2))
+        sharded_kit.assert_same(model, reference)
 
 
 class Picky(torch.optim.SGD):
@@ -192,9 +182,9 @@ def case_an_old_graph_is_refused() -> None:
 
 
 def case_save(folder: str) -> None:
-    model = tiny()
-    sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, lr=0.01, amsgrad=True)
-    train(model, sharded, range(STEPS))
+    model = sharded_kit.tiny()
+    sharded = ShardedOptimizer(sharded_kit.groups(model), torch.optim.AdamW, lr=0.01, amsgrad=True)
+    sharded_kit.train(model, sharded, range(sharded_kit.STEPS))
     sharded.param_groups[0]["lr"] = 0.07
     torch.save(sharded.state_dict(), f"{folder}/shard{dist.get_rank()}.pt")
     gathered = sharded.state_dict(gather=True)
@@ -207,24 +197,24 @@ def case_restore(folder: str, of: int) -> None:
     full = torch.load(f"{folder}/full.pt")
     shards = [torch.load(f"{folder}/shard{rank}.pt") for rank in range(of)]
     merged = merge_shards(shards)
-    assert_same_state(merged, full)
-    reference = tiny()
+    sharded_kit.assert_same_state(merged, full)
+    reference = sharded_kit.tiny()
     reference.load_state_dict(torch.load(f"{folder}/model.pt"))
-    plain = torch.optim.AdamW(once(groups(reference)), lr=0.5, amsgrad=True)
+    plain = torch.optim.AdamW(sharded_kit.once(sharded_kit.groups(reference)), lr=0.5, amsgrad=True)
     plain.load_state_dict(torch.load(f"{folder}/full.pt"))
-    train(reference, plain, range(STEPS, 2 * STEPS))
+    sharded_kit.train(reference, plain, range(sharded_kit.STEPS, 2 * sharded_kit.STEPS))
     size, rank = dist.get_world_size(), dist.get_rank()
     for state in [full, merged] + ([shards[rank]] if of == size else []):
-        model = tiny()
+        model = sharded_kit.tiny()
         model.load_state_dict(torch.load(f"{folder}/model.pt"))
-        sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, lr=0.5, amsgrad=True)
+        sharded = ShardedOptimizer(sharded_kit.groups(model), torch.optim.AdamW, lr=0.5, amsgrad=True)
         sharded.load_state_dict(copy.deepcopy(state))
         assert sharded.param_groups[0]["lr"] == 0.07
         assert all(sharded.owner(param) == rank for param in sharded.state)
-        train(model, sharded, range(STEPS, 2 * STEPS))
-        assert_same(model, reference)
+        sharded_kit.train(model, sharded, range(sharded_kit.STEPS, 2 * sharded_kit.STEPS))
+        sharded_kit.assert_same(model, reference)
     if of != size:
-        other = ShardedOptimizer(groups(tiny()), torch.optim.AdamW, lr=0.5, amsgrad=True)
+        other = ShardedOptimizer(sharded_kit.groups(sharded_kit.tiny()), torch.optim.AdamW, lr=0.5, amsgrad=True)
         # with fewer ranks each owns what two shards have; with more, the ranks that share one find theirs in it or not
         said = raised(lambda: other.load_state_dict(shards[(rank + 1) % of]))
         assert f"of {of}, and parameters have other owners" in said
@@ -284,7 +274,7 @@ def case_a_group_of_some_ranks() -> None:
         return
     sharded = ShardedOptimizer(params, torch.optim.SGD, group, lr=1.0, momentum=0.5)
     assert len(sharded._loads) == size // 2
-    give_gradients(params, 0)
+    sharded_kit.give_gradients(params, 0)
     sharded.step()
     assert all(torch.equal(param, -param.grad) for param in params if param.grad is not None)
     assert bool(sharded.state_dict(gather=True)) == (dist.get_rank(group) == 0)

@@ -6,15 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed import modules
-from tests.distributed.parity import (
-    STRATEGIES,
-    TINY_MB,
-    assert_gradients_are_equal_over_ranks,
-    assert_recovers,
-    assert_trains_alike,
-    assert_updates_in_parts_are_those_afterwards,
-)
+from tests.distributed import modules, parity
 from tests.distributed.ranks import Cases
 from tests.distributed.transports import Delays
 from tests.first import first
@@ -33,8 +25,8 @@ def test_data_parallelism(size: int, subtests: pytest.Subtests) -> None:
 
 
 def every_way(assertion: Any, **options: Any) -> None:
-    for strategy in STRATEGIES:
-        assertion(strategy=strategy, bucket_size_mb=TINY_MB, **options)
+    for strategy in parity.STRATEGIES:
+        assertion(strategy=strategy, bucket_size_mb=parity.TINY_MB, **options)
 
 
 def awkward_loss(spare_rank: int, module: nn.Module, batch: Tensor, rank: int) -> Tensor:
@@ -44,23 +36,23 @@ def awkward_loss(spare_rank: int, module: nn.Module, batch: Tensor, rank: int) -
 
 @cases
 def a_plain_module() -> None:
-    every_way(lambda **options: assert_trains_alike(modules.plain(), **options))
+    every_way(lambda **options: parity.assert_trains_alike(modules.plain(), **options))
 
 
 @cases.in_a_small_world
 def gradients_zeroed_and_not_dropped() -> None:
-    every_way(lambda **options: assert_trains_alike(modules.plain(), set_to_none=False, **options))
+    every_way(lambda **options: parity.assert_trains_alike(modules.plain(), set_to_none=False, **options))
 
 
 @cases
 def tied_frozen_unused_mixed_and_rank_dependent() -> None:
     loss = partial(awkward_loss, 1)
-    every_way(lambda **options: assert_trains_alike(modules.Awkward(), loss=loss, tolerance=1e-5, **options))
+    every_way(lambda **options: parity.assert_trains_alike(modules.Awkward(), loss=loss, tolerance=1e-5, **options))
 
 
 @cases
 def gradients_of_nobody_stay_none() -> None:
-    model = DataParallel(modules.Awkward(), bucket_size_mb=TINY_MB)
+    model = DataParallel(modules.Awkward(), bucket_size_mb=parity.TINY_MB)
     for _ in range(2):
         awkward_loss(-2, model, torch.ones(2, 8, dtype=torch.float64), dist.get_rank()).backward()
         model.finish_gradient_synchronization()
@@ -79,7 +71,7 @@ def passes_in_any_mixture() -> None:
 
 
 def _awkward(**options: Any) -> None:
-    assert_trains_alike(modules.Awkward(), steps=2, **options)
+    parity.assert_trains_alike(modules.Awkward(), steps=2, **options)
 
 
 @cases
@@ -93,9 +85,9 @@ def each_pass_uses_other_parameters() -> None:
 
 @cases.in_a_small_world
 def parts_updated_as_they_arrive() -> None:
-    for strategy in STRATEGIES:
-        options: dict[str, Any] = {"strategy": strategy, "bucket_size_mb": TINY_MB}
-        assert_updates_in_parts_are_those_afterwards(modules.Awkward(), loss=partial(awkward_loss, 1), **options)
+    for strategy in parity.STRATEGIES:
+        options: dict[str, Any] = {"strategy": strategy, "bucket_size_mb": parity.TINY_MB}
+        parity.assert_updates_in_parts_are_those_afterwards(modules.Awkward(), loss=partial(awkward_loss, 1), **options)
 
 
 @cases.in_a_small_world
@@ -109,18 +101,18 @@ def what_has_not_arrived_is_not_updated() -> None:
     with pytest.raises(UserError, match="gradients are not averaged yet"):
         optimizer.step()
     arriving.close()  # the rest arrives all the same
-    assert_gradients_are_equal_over_ranks(model)
+    parity.assert_gradients_are_equal_over_ranks(model)
     optimizer.step()
 
 
 @cases
 def two_synchronisations_before_a_step() -> None:
     """The second adds its average to the first's, already equal on all ranks."""
-    for strategy in STRATEGIES:
+    for strategy in parity.STRATEGIES:
         torch.manual_seed(1)
         module = modules.plain()
         x = torch.randn(3, 8, dtype=torch.float64) + dist.get_rank()
-        model = DataParallel(module, strategy, bucket_size_mb=TINY_MB)
+        model = DataParallel(module, strategy, bucket_size_mb=parity.TINY_MB)
         model(x).sum().backward()
         model.finish_gradient_synchronization()
         once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -128,12 +120,12 @@ def two_synchronisations_before_a_step() -> None:
         model.finish_gradient_synchronization()
         twice = [p.grad for p in model.parameters()]
         torch.testing.assert_close(twice, [2 * gradient for gradient in once])
-        assert_gradients_are_equal_over_ranks(model)
+        parity.assert_gradients_are_equal_over_ranks(model)
 
 
 @cases.in_a_small_world
 def parameters_and_gradients_that_are_not_contiguous() -> None:
-    every_way(lambda **options: assert_trains_alike(modules.Strided(), **options))
+    every_way(lambda **options: parity.assert_trains_alike(modules.Strided(), **options))
 
 
 class LooksUp(nn.Module):
@@ -147,7 +139,7 @@ class LooksUp(nn.Module):
 
 @cases.in_a_small_world
 def what_it_does_not_serve_is_refused_by_name() -> None:
-    for strategy in STRATEGIES:
+    for strategy in parity.STRATEGIES:
         model = DataParallel(LooksUp(), strategy)
         with pytest.raises(Unsupported, match="data parallelism with a sparse gradient of table is not supported"):
             _trained(model, torch.tensor([1, 2]))
@@ -181,19 +173,19 @@ def buffers_whose_elements_repeat_are_those_of_the_first_rank() -> None:
 
 @cases
 def gradients_in_memory_that_backward_has_still_to_read() -> None:
-    every_way(lambda **options: assert_trains_alike(modules.Added(), **options))
+    every_way(lambda **options: parity.assert_trains_alike(modules.Added(), **options))
 
 
 @cases.in_a_small_world
 def a_backward_pass_that_raised_leaves_nothing_once_finished() -> None:
-    for strategy in STRATEGIES:
-        assert_recovers(DataParallel(modules.TwoWays(), strategy, bucket_size_mb=TINY_MB))
+    for strategy in parity.STRATEGIES:
+        parity.assert_recovers(DataParallel(modules.TwoWays(), strategy, bucket_size_mb=parity.TINY_MB))
 
 
 @cases.in_a_small_world
 def activation_checkpointing() -> None:
     for reentrant in (False, True):
-        every_way(lambda r=reentrant, **options: assert_trains_alike(modules.Checkpointed(r), **options))
+        every_way(lambda r=reentrant, **options: parity.assert_trains_alike(modules.Checkpointed(r), **options))
 
 
 @cases.in_a_small_world
@@ -207,14 +199,14 @@ def a_compiled_inner_module() -> None:
         module.compile(backend="aot_eager")
         return module
 
-    assert_trains_alike(modules.plain(), wrap=compiled, bucket_size_mb=TINY_MB)
-    assert_trains_alike(modules.plain(), wrap=compiled_in_place, strategy="overlap", silent_passes=(True, False))
+    parity.assert_trains_alike(modules.plain(), wrap=compiled, bucket_size_mb=parity.TINY_MB)
+    parity.assert_trains_alike(modules.plain(), wrap=compiled_in_place, strategy="overlap", silent_passes=(True, False))
 
 
 @cases
 def random_delays_around_collectives() -> None:
     every_way(
-        lambda **options: assert_trains_alike(
+        lambda **options: parity.assert_trains_alike(
             modules.Awkward(),
             loss=partial(awkward_loss, 1),
             steps=2,
@@ -233,23 +225,23 @@ def random_module_graphs() -> None:
 
     for seed in range(24):
         torch.manual_seed(seed)
-        assert_trains_alike(
+        parity.assert_trains_alike(
             modules.RandomGraph(seed),
             loss=loss,
             steps=2,
             silent_passes=[(False,), (True, False), (False, False)][seed % 3],
             tolerance=1e-5,
-            strategy=STRATEGIES[seed % 4],
-            bucket_size_mb=TINY_MB,
+            strategy=parity.STRATEGIES[seed % 4],
+            bucket_size_mb=parity.TINY_MB,
         )
 
 
 @cases.in_a_small_world
 def gradients_within_a_created_graph() -> None:
-    model = DataParallel(modules.plain(), bucket_size_mb=TINY_MB)
+    model = DataParallel(modules.plain(), bucket_size_mb=parity.TINY_MB)
     model(torch.ones(2, 8, dtype=torch.float64)).square().mean().backward(create_graph=True)
     model.finish_gradient_synchronization()
-    assert_gradients_are_equal_over_ranks(model)
+    parity.assert_gradients_are_equal_over_ranks(model)
     assert not any(p.grad.requires_grad for p in model.parameters() if p.grad is not None)
 
 

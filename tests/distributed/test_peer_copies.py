@@ -9,15 +9,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed import modules
-from tests.distributed.parity import (
-    STRATEGIES,
-    TINY_MB,
-    assert_gradients_are_equal_over_ranks,
-    assert_recovers,
-    assert_trains_alike,
-    assert_updates_in_parts_are_those_afterwards,
-)
+from tests.distributed import modules, parity
 from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
 from tests.first import first
@@ -37,8 +29,10 @@ def test_peer_copies(size: int, subtests: pytest.Subtests) -> None:
 
 
 def every_way(module: Any, **options: Any) -> None:
-    for strategy in STRATEGIES:
-        assert_trains_alike(module(), strategy=strategy, bucket_size_mb=TINY_MB, transport=SharedMemory(), **options)
+    for strategy in parity.STRATEGIES:
+        parity.assert_trains_alike(
+            module(), strategy=strategy, bucket_size_mb=parity.TINY_MB, transport=SharedMemory(), **options
+        )
 
 
 def awkward_loss(module: nn.Module, batch: Tensor, rank: int) -> Tensor:
@@ -79,7 +73,7 @@ def gradients_are_those_of_torch_ddp() -> None:
     expected = [parameter.grad for parameter in reference.parameters()]
     for part_bytes in (sizes.PART_BYTES, sizes.PAGE):
         with patch.object(sizes, "PART_BYTES", part_bytes):
-            model = DataParallel(copy.deepcopy(inner), bucket_size_mb=TINY_MB, transport=SharedMemory())
+            model = DataParallel(copy.deepcopy(inner), bucket_size_mb=parity.TINY_MB, transport=SharedMemory())
         assert len(model.buckets) > 2
         model(x).square().mean().backward()
         model.finish_gradient_synchronization()
@@ -91,7 +85,7 @@ def gradients_are_those_of_torch_ddp() -> None:
 @cases
 def landing_places_are_used_again() -> None:
     with patch.object(sizes, "WINDOW_BYTES", 1), short_chunks():
-        model = assert_trains_alike(
+        model = parity.assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, strategy="overlap", steps=4,
             transport=SharedMemory(delay_s=0.002),
         )  # fmt: skip
@@ -101,9 +95,9 @@ def landing_places_are_used_again() -> None:
 @cases
 def several_late_passes_of_an_awkward_module() -> None:
     with patch.object(sizes, "WINDOW_BYTES", 1), short_chunks():
-        assert_trains_alike(
+        parity.assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, steps=2, silent_passes=(False, True, False),
-            bucket_size_mb=TINY_MB, transport=SharedMemory(delay_s=0.001),
+            bucket_size_mb=parity.TINY_MB, transport=SharedMemory(delay_s=0.001),
         )  # fmt: skip
 
 
@@ -117,15 +111,15 @@ def averages_may_be_changed_as_soon_as_they_are_there() -> None:
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(0.5)
-        assert_gradients_are_equal_over_ranks(model)
+        parity.assert_gradients_are_equal_over_ranks(model)
         model.zero_grad()
 
 
 @cases
 def parts_updated_as_they_arrive() -> None:
     for strategy in ("overlap", "bucketed"):
-        assert_updates_in_parts_are_those_afterwards(
-            modules.Awkward(), loss=awkward_loss, strategy=strategy, bucket_size_mb=TINY_MB,
+        parity.assert_updates_in_parts_are_those_afterwards(
+            modules.Awkward(), loss=awkward_loss, strategy=strategy, bucket_size_mb=parity.TINY_MB,
             transport=SharedMemory(delay_s=0.002),
         )  # fmt: skip
 
@@ -150,7 +144,7 @@ def two_models_whose_steps_overlap() -> None:
 
 @cases.in_a_small_world
 def a_backward_pass_that_raised_leaves_nothing_once_finished() -> None:
-    assert_recovers(DataParallel(modules.TwoWays(), "overlap", transport=SharedMemory()))
+    parity.assert_recovers(DataParallel(modules.TwoWays(), "overlap", transport=SharedMemory()))
 
 
 @cases.in_a_small_world
@@ -261,7 +255,7 @@ def gradients_that_came_late_are_sent_again() -> None:
     if dist.get_rank() == 0:
         model.head(x).sum().backward()
     model.finish_gradient_synchronization()
-    assert_gradients_are_equal_over_ranks(model)
+    parity.assert_gradients_are_equal_over_ranks(model)
     extra = torch.autograd.grad(alone.head(x).sum(), alone.head.weight)[0] / dist.get_world_size()
     assert alone.head.weight.grad is not None
     torch.testing.assert_close(model.head.weight.grad, alone.head.weight.grad + extra)

@@ -2,21 +2,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.unit.test_fp8 import (
-    FORMATS,
-    SHAPES,
-    check_amax,
-    check_casts,
-    check_joined,
-    check_layer,
-    check_producers,
-    check_product,
-    check_shape,
-    every_bf16_number,
-    feed_forward_of,
-    heads_of,
-    in_one,
-)
+from tests.unit import test_fp8
 from torch import Tensor
 
 from steplab.ops.fp8.casts import E4M3, E5M2, amax, cast_both, plain_cast_both
@@ -28,20 +14,20 @@ pytestmark = pytest.mark.skipif(
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", test_fp8.FORMATS, ids=str)
 @pytest.mark.parametrize("largest", [448.0, 57344.0, 3.0, 1e-3, 1e30, 0.0])
 def test_every_number_is_cast_as_by_torch(largest: float, dtype: torch.dtype) -> None:
-    check_casts(every_bf16_number("cuda"), torch.tensor(largest, device="cuda"), dtype)
+    test_fp8.check_casts(test_fp8.every_bf16_number("cuda"), torch.tensor(largest, device="cuda"), dtype)
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, (8192, 2560), (1024, 11008), (4097, 2049)], ids=str)
+@pytest.mark.parametrize("dtype", test_fp8.FORMATS, ids=str)
+@pytest.mark.parametrize("shape", [*test_fp8.SHAPES, (8192, 2560), (1024, 11008), (4097, 2049)], ids=str)
 def test_any_shape_is_cast_in_both_layouts(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    check_shape(shape, dtype, "cuda")
+    test_fp8.check_shape(shape, dtype, "cuda")
 
 
 def test_amax_is_that_of_all_elements() -> None:
-    check_amax("cuda")
+    test_fp8.check_amax("cuda")
     x = torch.zeros(20_000_001, dtype=BF16, device="cuda")
     x[-1] = -2.0
     assert amax(x) == 2.0
@@ -65,29 +51,30 @@ def test_tensors_of_more_than_two_to_the_31_elements() -> None:
 def test_a_product_is_that_of_its_operands(
     sizes: tuple[int, int, int], formats: tuple[torch.dtype, torch.dtype], fast: bool
 ) -> None:
-    check_product(sizes, formats, fast, "cuda")
+    test_fp8.check_product(sizes, formats, fast, "cuda")
 
 
 @pytest.mark.parametrize("sizes", [(4, 2048, 2560, 2560), (1, 48, 16, 112)], ids=str)
 def test_a_layer_is_as_near_to_float64_as_its_formats_allow(sizes: tuple[int, int, int, int]) -> None:
-    check_layer(sizes, "cuda")
+    test_fp8.check_layer(sizes, "cuda")
 
 
 @pytest.mark.parametrize("sizes", [(4, 2048, 32, 32, 80), (2, 1000, 8, 2, 128), (2, 5, 3, 1, 10)], ids=str)
 def test_producers_give_the_largest_magnitude_of_what_they_write(sizes: tuple[int, int, int, int, int]) -> None:
     """bf16 as for fp8; in float32 multiply and add may be fused differently."""
-    check_producers(sizes, BF16, "cuda")
+    test_fp8.check_producers(sizes, BF16, "cuda")
 
 
 def test_layers_that_hand_on_magnitudes_give_the_bits_of_layers_that_find_them() -> None:
-    check_joined(feed_forward_of("cuda", 2048, 2560, 10240), heads_of("cuda", 2048, 128))
+    test_fp8.check_joined(test_fp8.feed_forward_of("cuda", 2048, 2560, 10240), test_fp8.heads_of("cuda", 2048, 128))
 
 
-@pytest.mark.parametrize("function", [fp8_linear, in_one])
+@pytest.mark.parametrize("function", [fp8_linear, test_fp8.in_one])
 def test_layers_never_wait_for_the_device_and_are_recorded_as_graphs(function: Callable[..., Tensor]) -> None:
-    *given, dy = feed_forward_of("cuda", 256, 256, 512)
+    *given, dy = test_fp8.feed_forward_of("cuda", 256, 256, 512)
     leaves = [
-        x.requires_grad_() for x in (given if function is in_one else (given[0], given[2].t().contiguous()[:256]))
+        x.requires_grad_()
+        for x in (given if function is test_fp8.in_one else (given[0], given[2].t().contiguous()[:256]))
     ]
 
     def run() -> tuple[Tensor, ...]:

@@ -50,24 +50,16 @@ SIZES = st.integers(1, TILE + 9)
 @settings(max_examples=8)
 @given(
     batch=st.integers(1, 2),
-    key_heads=st.integers(1, 2),
-    sharing=st.integers(1, 2),
-    num_queries=SIZES,
-    num_keys=SIZES,
+    heads=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    sizes=st.tuples(SIZES, SIZES),
     width=st.sampled_from([1, 8, 16, 24, 80]),
     causal=st.booleans(),
 )
 def test_all_results_err_at_most_twice_as_much_as_plain_attention(
-    dtype: torch.dtype,
-    batch: int,
-    key_heads: int,
-    sharing: int,
-    num_queries: int,
-    num_keys: int,
-    width: int,
-    causal: bool,
+    dtype: torch.dtype, batch: int, heads: tuple[int, int], sizes: tuple[int, int], width: int, causal: bool
 ) -> None:
-    q, k, v = inputs(batch, key_heads * sharing, key_heads, num_queries, num_keys, width, dtype)
+    key_heads, sharing = heads
+    q, k, v = inputs(batch, key_heads * sharing, key_heads, *sizes, width, dtype)
     assert_at_most_twice_the_error(q, k, v, causal=causal)
 
 

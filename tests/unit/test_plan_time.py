@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from tests.stored_records import stored
 
 from steplab.cli.app import main
-from steplab.costs.flops import (
-    ModelSizes,
-    executed_flops_per_token,
-    model_flops_per_token,
-    num_embedding_parameters,
-    num_parameters,
-)
+from steplab.costs import flops
 from steplab.costs.kernel_time import Product, product_s, streaming_s
 from steplab.costs.rates import Borrower, Gpu, fitted_rates, gpu_named, with_rates
 from steplab.errors import Unsupported, UserError
@@ -435,14 +429,14 @@ def test_utilization_is_what_a_record_of_such_a_step_would_have() -> None:
     found = predict_step_time(spec, gpu_named("H200 SXM"))
     assert spec.model.shape is not None
     shape, value = spec.model.shape, {used.convention: used for used in found.utilizations}
-    sizes: ModelSizes = {
-        "num_parameters": num_parameters(shape),
-        "num_embedding_parameters": num_embedding_parameters(shape),
+    sizes: flops.ModelSizes = {
+        "num_parameters": flops.num_parameters(shape),
+        "num_embedding_parameters": flops.num_embedding_parameters(shape),
         "num_layers": shape.num_layers,
         "attention_width": shape.d_model,
     }
-    causal = model_flops_per_token("causal", **sizes, context=512, backward=True)
-    executed = executed_flops_per_token(spec, **sizes)
+    causal = flops.model_flops_per_token("causal", **sizes, context=512, backward=True)
+    executed = flops.executed_flops_per_token(spec, **sizes)
     assert causal is not None
     assert executed is not None
     assert value["causal"].value == pytest.approx(causal * spec.tokens / found.central_s / 989.5e12)

@@ -12,15 +12,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import StepPatch
 from numpy.typing import NDArray
-from tests.profiles import (
-    Kernel,
-    cpu_run,
-    imported_kernels,
-    imported_run,
-    launch_bound_run,
-    profiled_run,
-    training_kernels,
-)
+from tests import profiles
 from tests.rendering import assert_whole, render_page
 from tests.runs import make_run, out_of_memory
 from tests.sure import sure
@@ -46,8 +38,13 @@ from steplab.report.run import charts
 from steplab.report.run.cells import cells_of
 
 STEPS = 3
-LARGE, SMALL, CPU, IMPORTED = profiled_run(), launch_bound_run(), cpu_run(), imported_run()
-KERNELS = training_kernels(LARGE.spec, launch_ns=4_500, num_steps=STEPS) if LARGE.spec else []
+LARGE, SMALL, CPU, IMPORTED = (
+    profiles.profiled_run(),
+    profiles.launch_bound_run(),
+    profiles.cpu_run(),
+    profiles.imported_run(),
+)
+KERNELS = profiles.training_kernels(LARGE.spec, launch_ns=4_500, num_steps=STEPS) if LARGE.spec else []
 H200_FP32_FLOPS_PER_S, H200_BYTES_PER_S = 67e12, 4.8e12
 
 
@@ -69,11 +66,11 @@ def profile_of(run: Run) -> Profile:
     return run.profile
 
 
-def duration_s(kernels: list[Kernel]) -> float:
+def duration_s(kernels: list[profiles.Kernel]) -> float:
     return sum(k.end_ns - k.start_ns for k in kernels) / 1e9
 
 
-def where(*, phase: str | None = None, category: str | None = None, part: str | None = None) -> list[Kernel]:
+def where(*, phase: str | None = None, category: str | None = None, part: str | None = None) -> list[profiles.Kernel]:
     return [
         k
         for k in KERNELS
@@ -89,7 +86,7 @@ def where(*, phase: str | None = None, category: str | None = None, part: str | 
 @pytest.mark.parametrize("phases", [("forward",), ("backward",), None])
 def test_top_kernels_are_those_of_the_raw_kernels(phases: tuple[str, ...] | None) -> None:
     chosen = [k for k in KERNELS if phases is None or k.job.phase in phases]
-    by_name: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
+    by_name: dict[tuple[str, str], list[profiles.Kernel]] = defaultdict(list)
     for kernel in chosen:
         by_name[kernel.job.name, kernel.job.phase].append(kernel)
     expected = sorted(by_name.items(), key=lambda item: -duration_s(item[1]))
@@ -147,7 +144,7 @@ def test_spans_are_sums_over_the_raw_kernels_a_step() -> None:
 
 def test_matmul_share_in_forward_and_in_training() -> None:
     found = {name: span.share("matmul") for name, span in passes(LARGE, profile_of(LARGE))}
-    chosen: list[Kernel] = []
+    chosen: list[profiles.Kernel] = []
     for name, phase in (("forward", "forward"), ("forward + backward", "backward"), ("train", "optimizer")):
         chosen += where(phase=phase)
         products = [k for k in chosen if k.job.category == "matmul"]
@@ -242,7 +239,7 @@ def test_the_number_format_is_that_of_the_flops_and_not_of_the_time() -> None:
 
 
 def test_communication_by_brute_force() -> None:
-    kernels = imported_kernels()
+    kernels = profiles.imported_kernels()
     length = max(k.end_ns for k in kernels)
     talking, computing = (np.zeros(length, dtype=bool) for _ in range(2))
     for k in kernels:
