@@ -92,10 +92,7 @@ def fusable_elementwise(case: Case) -> Finding | None:
     fields = {"compile": "default"} if case.spec else {}
     saves_s, prediction = _gain(case, fusing)
     share = format_percent(fusing.fusable_s / busy_s)
-    evidence = {
-        "elementwise, normalisation, softmax, reduction and copy": fusing.fusable_s,
-        "device busy": busy_s,
-    }
+    evidence = {"elementwise, normalisation, softmax, reduction and copy": fusing.fusable_s, "device busy": busy_s}
     fewer: tuple[Evidence, ...] = ()
     if case.is_gpu:
         evidence["device time that fusing saves"] = fusing.fused_s

@@ -67,11 +67,8 @@ def profile(
     target = raw_file(trace, store, force, "trace", (".json", ".json.gz"))
     with open_store(store, write=True) as opened, folder_for(target) as folder:
         written = folder / ("steps.json.gz" if str(trace).endswith(".gz") else "steps.json")
-        run = measure_in_child(
-            StepTask(spec=chosen.spec, profiled_steps=profiled_steps, trace=str(written)),
-            timeout_s=timeout_s,
-            on_progress=on_progress,
-        )
+        task = StepTask(spec=chosen.spec, profiled_steps=profiled_steps, trace=str(written))
+        run = measure_in_child(task, timeout_s=timeout_s, on_progress=on_progress)
         run = completed(run, name, chosen.notes, opened)
         try:
             if written.exists():

@@ -328,13 +328,7 @@ def _sums(kernels: Sequence[Kernel], gpu: Gpu, spec: StepSpec) -> dict[_Key, _Su
 
 def _listed(sums: dict[_Key, _Sum]) -> list[TimePart]:
     parts = [
-        TimePart(
-            phase=phase,
-            kind=kind,
-            what=what,
-            dtype=dtype,
-            **dataclasses.asdict(each),
-        )
+        TimePart(phase=phase, kind=kind, what=what, dtype=dtype, **dataclasses.asdict(each))
         for (phase, kind, what, dtype), each in sums.items()
     ]
     return sorted(parts, key=lambda part: (_PHASES.index(part.phase), -part.seconds, part.what, part.dtype))

@@ -15,17 +15,7 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
 from steplab.records.step_time import PlannedStep
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import (
-    MOST_IN_FULL,
-    Block,
-    Document,
-    Fact,
-    Facts,
-    Pairs,
-    Section,
-    Verdict,
-    records_in_full,
-)
+from steplab.report.kit import document as pages
 from steplab.report.kit.quantities import Quantity
 from steplab.report.kit.text import dotted
 from steplab.report.run.cells import RunCell
@@ -66,11 +56,11 @@ NOTHING = Context()
 class Chapter:
     title: str
     anchor: str
-    blocks: Callable[[Sequence[Any], Context], Iterable[Block | str | None]]
+    blocks: Callable[[Sequence[Any], Context], Iterable[pages.Block | str | None]]
     terms: Terms = ()
 
-    def make(self, records: Sequence[Any], context: Context) -> Section:
-        return Section.of(self.title, *self.blocks(records, context), anchor=self.anchor)
+    def make(self, records: Sequence[Any], context: Context) -> pages.Section:
+        return pages.Section.of(self.title, *self.blocks(records, context), anchor=self.anchor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,20 +68,20 @@ class JointReport:
     """A report of several records in one document and table."""
 
     chapters: tuple[Chapter, ...]
-    verdict: Callable[..., Verdict]
-    documents: Callable[..., list[Document]]
+    verdict: Callable[..., pages.Verdict]
+    documents: Callable[..., list[pages.Document]]
 
 
 _MOST_ANSWERS = 3
 
 
-def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
+def several_answers(told: Sequence[tuple[str, pages.Verdict]]) -> pages.Verdict:
     """Combine verdicts: the first sentence of each record, newest first; a single verdict stays whole."""
     if len(told) == 1:
         return told[0][1]
     shown = [one for one in told if one[1].sentences or one[1].cautions][-_MOST_ANSWERS:][::-1]
     doubtful = ", ".join(heading for heading, answer in shown if answer.cautions)
-    return Verdict(
+    return pages.Verdict(
         sentences=tuple(f"{heading}: {answer.sentences[0]}" for heading, answer in shown if answer.sentences),
         cautions=(f"Warning: figures of {doubtful} are doubtful; the chapter says why.",) if doubtful else (),
     )
@@ -99,12 +89,14 @@ def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
 
 def extremes(
     rows: Iterable[Row], names: Sequence[str], *wanted: tuple[str, Callable[..., Any], Quantity, str]
-) -> Iterator[Fact]:
+) -> Iterator[pages.Fact]:
     """For each wanted (key, min or max, format, words), state the extreme row, with its `names` fields."""
     for key, take, quantity, words in wanted:
         if known := [row for row in rows if isinstance(row.get(key), (int, float))]:
             row = take(known, key=itemgetter(key))
-            yield Fact(figure=quantity.show(row[key]), text=f"{words} ({', '.join(str(row[name]) for name in names)})")
+            yield pages.Fact(
+                figure=quantity.show(row[key]), text=f"{words} ({', '.join(str(row[name]) for name in names)})"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,9 +108,9 @@ class RecordReport:
     title: Callable[[Any], str]
     subtitle: Callable[[Any], str]
     called: Callable[[Any], str]
-    answer: Callable[[Any], Verdict]
-    sections: Callable[[Any], Iterable[Section]]
-    tiles: Callable[[Any], Iterable[Fact]] = lambda record: ()
+    answer: Callable[[Any], pages.Verdict]
+    sections: Callable[[Any], Iterable[pages.Section]]
+    tiles: Callable[[Any], Iterable[pages.Fact]] = lambda record: ()
     rows: Callable[[Any], Sequence[Row | Mapping[str, Scalar]]]
     terms: Terms = ()
     where: Callable[[Any], Sequence[tuple[str, str]]] = lambda record: ()
@@ -127,15 +119,15 @@ class RecordReport:
     def chapters(self) -> tuple[Chapter, ...]:
         return (Chapter(title=self.chapter, anchor=self.anchor, blocks=self._blocks, terms=self.terms),)
 
-    def verdict(self, records: Sequence[Any], context: Context = NOTHING) -> Verdict:
+    def verdict(self, records: Sequence[Any], context: Context = NOTHING) -> pages.Verdict:
         return several_answers([(self.called(record), self.answer(record)) for record in records])
 
-    def documents(self, records: Sequence[Any], context: Context = NOTHING) -> list[Document]:
+    def documents(self, records: Sequence[Any], context: Context = NOTHING) -> list[pages.Document]:
         return [self.document(record) for record in records]
 
-    def document(self, record: Any) -> Document:
+    def document(self, record: Any) -> pages.Document:
         environments = [record.environment] if record.environment else []
-        return Document(
+        return pages.Document(
             title=self.title(record),
             subtitle=self.subtitle(record),
             verdict=self.answer(record),
@@ -143,21 +135,23 @@ class RecordReport:
             data=self.rows(record),
         )
 
-    def _blocks(self, records: Sequence[Any], context: Context) -> Iterator[Block]:
+    def _blocks(self, records: Sequence[Any], context: Context) -> Iterator[pages.Block]:
         alone = len(records) == 1
 
-        def section(record: Any) -> Section:
+        def section(record: Any) -> pages.Section:
             heading = dotted(self.title(record), self.subtitle(record))
-            answer = Verdict() if context.answered else self.answer(record)
-            first = Section.of(
-                "", Facts(facts=tuple(self.tiles(record)) if alone else ()), Pairs(pairs=tuple(self.where(record)))
+            answer = pages.Verdict() if context.answered else self.answer(record)
+            first = pages.Section.of(
+                "",
+                pages.Facts(facts=tuple(self.tiles(record)) if alone else ()),
+                pages.Pairs(pairs=tuple(self.where(record))),
             )
-            return Section.of_record(
+            return pages.Section.of_record(
                 heading, answer, (first, *self.sections(record)), title="" if alone else self.called(record)
             )
 
         newest = records[::-1]
-        return records_in_full(newest[:MOST_IN_FULL], newest, section)
+        return pages.records_in_full(newest[: pages.MOST_IN_FULL], newest, section)
 
 
 def report_of(kind: str) -> RecordReport | JointReport:

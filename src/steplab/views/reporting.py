@@ -115,12 +115,7 @@ def answer_of(found: ReportedRecords) -> str:
     return render(document, "table").lstrip("\n")
 
 
-def _page(
-    found: ReportedRecords,
-    title: str,
-    store: Path | str | None,
-    on_progress: OnProgress,
-) -> Document:
+def _page(found: ReportedRecords, title: str, store: Path | str | None, on_progress: OnProgress) -> Document:
     from steplab.lab.explaining import findings_of, memory_references
     from steplab.lab.memory import predictions_of
     from steplab.lab.planning import plans_of

@@ -20,19 +20,8 @@ import msgspec
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.jobs import Job
 from steplab.measurement.machine.torchrun import ProcessPlace, environment_of
+from steplab.measurement.processes import wire as messages
 from steplab.measurement.processes.started import Started, crash, named, scratch_folder, unreadable
-from steplab.measurement.processes.wire import (
-    STAGE,
-    BadMessage,
-    Kind,
-    Message,
-    Request,
-    Whereabouts,
-    Wire,
-    decoded,
-    read,
-    wire_to_a_child,
-)
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.python import python_running
 from steplab.records.environment import Environment
@@ -90,15 +79,15 @@ class Listener:
         self.renew: Callable[[], None] = lambda: None
         self._job, self._on_environment, self._on_facts, self._on_cell = job, on_environment, on_facts, on_cell
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: messages.Message) -> None:
         """Raises BadMessage for a value of another type."""
 
         def of(type: Any) -> Any:
-            return read(message.value, type)
+            return messages.read(message.value, type)
 
         match message.kind:
             case "stage":
-                stage, total = of(STAGE)
+                stage, total = of(messages.STAGE)
                 self._show(Progress(stage=stage, done=0, total=total))
             case "step":
                 self._show(Progress(stage=self.progress.stage, done=of(int), total=self.progress.total))
@@ -116,11 +105,11 @@ class Listener:
                 self.renew()
             case "cell":
                 number, cell = of(tuple[int, msgspec.Raw])
-                self._on_cell(number, read(cell, self._job.cell))
+                self._on_cell(number, messages.read(cell, self._job.cell))
             case "result":
                 self.result, self.answered = of(self._job.result), True
             case "refused":
-                exit_code, text = decoded(message.value, tuple[int, str])
+                exit_code, text = messages.decoded(message.value, tuple[int, str])
                 self.refusal = UserError(text) if exit_code == UserError.exit_code else SteplabError(text)
                 self.answered = True
 
@@ -139,17 +128,17 @@ class Listener:
 class _Rank:
     number: int
     process: Started
-    wire: Wire
+    wire: messages.Wire
     stage: str = "starting"
     failure: Failure | None = None
-    where: Whereabouts | None = None
+    where: messages.Whereabouts | None = None
     has_ended: bool = False
 
 
 class Conversation:
     def __init__(
         self,
-        request: Request | None,
+        request: messages.Request | None,
         listener: Listener,
         timeout_s: float | None,
         *,
@@ -170,7 +159,7 @@ class Conversation:
             scratch = opened.enter_context(scratch_folder()) if size > 1 else None
             for number in range(size):
                 place = ProcessPlace(rank=number, size=size, local_rank=number, local_size=size)
-                wire, theirs = wire_to_a_child()
+                wire, theirs = messages.wire_to_a_child()
                 opened.callback(wire.connection.close)
                 with theirs:
                     process = Started(
@@ -214,7 +203,7 @@ class Conversation:
                 rank.process.exit_code(wait_s=max(0.0, deadline_s - time.monotonic()))
         return failure
 
-    def begin(self, request: Request, timeout_s: float | None) -> None:
+    def begin(self, request: messages.Request, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self._renew()
         self._send_all("request", request)
@@ -230,7 +219,7 @@ class Conversation:
     def _renew(self) -> None:
         self._started_s = self._moved_s = time.monotonic()
 
-    def _send_all(self, kind: Kind, value: object = None) -> None:
+    def _send_all(self, kind: messages.Kind, value: object = None) -> None:
         for rank in self._ranks:
             rank.wire.send(kind, value)
 
@@ -268,24 +257,24 @@ class Conversation:
                     self._note(rank, message)
                 elif not rank.has_ended:
                     self._gone.append(rank)
-            except BadMessage as error:
+            except messages.BadMessage as error:
                 message = None  # where the next one begins is not known
                 rank.failure = unreadable(error, rank.stage, rank.process.last_lines())
             if message is None:
                 del self._open[connection]
 
-    def _note(self, rank: _Rank, message: Message) -> None:
+    def _note(self, rank: _Rank, message: messages.Message) -> None:
         match message.kind:
             case "failed":
-                rank.failure = read(message.value, Failure)
+                rank.failure = messages.read(message.value, Failure)
             case "where":
-                rank.where = read(message.value, Whereabouts)
+                rank.where = messages.read(message.value, messages.Whereabouts)
             case "ended":
                 rank.has_ended = True
             case kind:
                 self._moved_s = time.monotonic()
                 if kind == "stage":
-                    rank.stage = read(message.value, STAGE)[0]
+                    rank.stage = messages.read(message.value, messages.STAGE)[0]
                 if rank.number == 0 or kind == "refused":
                     self.listener.receive(message)
 
@@ -340,7 +329,7 @@ class Conversation:
         return failure if self._is_alone else named(failure, rank.number, socket.gethostname())
 
 
-def standing(where: Whereabouts | None) -> str:
+def standing(where: messages.Whereabouts | None) -> str:
     if where is None:
         return "does not answer"
     doing = {"collective": "waits for other ranks", "device": "waits for its device"}.get(where.state, "is")

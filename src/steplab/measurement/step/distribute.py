@@ -33,15 +33,7 @@ from steplab.model.layout import (
 )
 from steplab.model.transformer import Transformer, call_plainly
 from steplab.parallel import DataParallel, ShardedOptimizer
-from steplab.parallel.layout import (
-    Pipeline,
-    Unit,
-    data_share,
-    lay_out,
-    no_gradient_sync,
-    open_mesh,
-    stage_numbers,
-)
+from steplab.parallel import layout as layouts
 from steplab.specs.ddp import BYTES_PER_MB, Variant
 from steplab.specs.layout import Layout
 from steplab.specs.step import STAGES_A_RANK, StepSpec
@@ -62,7 +54,7 @@ class Distributed:
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context for all micro-steps except the last: gradients accumulate on each rank, unsent."""
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    pipeline: Pipeline | None = None
+    pipeline: layouts.Pipeline | None = None
     """Runs both passes of a batch interleaved; None: one after the other."""
     make_optimizer: Callable[..., torch.optim.Optimizer] | None = None
     """Function of parameters, optimizer class and **options; None: the class makes its optimizer."""
@@ -71,15 +63,15 @@ class Distributed:
 Autocast = Callable[[], AbstractContextManager[object]]
 
 
-def units_of(module: nn.Module) -> Sequence[Unit]:
+def units_of(module: nn.Module) -> Sequence[layouts.Unit]:
     """Submodules that FSDP2 gathers as a whole; other parameters are gathered with the root."""
     if not isinstance(module, Transformer | TransformerStage):
-        return [Unit(module=block) for block in repeated_blocks(module)]
+        return [layouts.Unit(module=block) for block in repeated_blocks(module)]
     # Autocast reads an embedding in its stored dtype, so the residual stream is fp32: gathering it lower would change
     # results. All other weights autocast would cast itself, before each use.
     tables = [table for table in (module.embedding, module.positions) if table is not None]
-    embeddings = [Unit(module=table, low_precision=False) for table in tables]
-    return [*embeddings, *(Unit(module=block) for block in blocks_of(module).values())]
+    embeddings = [layouts.Unit(module=table, low_precision=False) for table in tables]
+    return [*embeddings, *(layouts.Unit(module=block) for block in blocks_of(module).values())]
 
 
 def policy_of(module: nn.Module, spec: StepSpec) -> MixedPrecisionPolicy:
@@ -96,11 +88,11 @@ def policy_of(module: nn.Module, spec: StepSpec) -> MixedPrecisionPolicy:
 
 def _in_stages(
     model: Transformer, spec: StepSpec, mesh: DeviceMesh, device: torch.device, autocast: Autocast
-) -> tuple[Pipeline, nn.Module]:
+) -> tuple[layouts.Pipeline, nn.Module]:
     shape, layout, loss = spec.model.shape, spec.layout, model.loss
     assert shape is not None
     stages_a_rank = STAGES_A_RANK[spec.pipeline_schedule]
-    numbers = stage_numbers(mesh, stages_a_rank)
+    numbers = layouts.stage_numbers(mesh, stages_a_rank)
     stages = cut(model, numbers, layout.pp * stages_a_rank, autocast)
     for stage in stages:
         _lay_out(stage, spec, mesh)
@@ -114,7 +106,7 @@ def _in_stages(
         with autocast():
             return loss(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
-    pipeline = Pipeline(
+    pipeline = layouts.Pipeline(
         stages,
         mesh,
         device,
@@ -250,8 +242,8 @@ def _laid_out(module: nn.Module, spec: StepSpec, layout: Layout, world: World, a
     Raises UserError if the number of ranks does not fit the layout.
     """
     device = world.device.torch_device
-    mesh = open_mesh({"pp": layout.pp, "dp": layout.dp, "fsdp": layout.fsdp, "tp": layout.tp}, device.type)
-    data_index, _ = data_share(mesh)
+    mesh = layouts.open_mesh({"pp": layout.pp, "dp": layout.dp, "fsdp": layout.fsdp, "tp": layout.tp}, device.type)
+    data_index, _ = layouts.data_share(mesh)
     ready = Distributed(module=module, call=module, data_index=data_index)
     if isinstance(module, Transformer):
         spec = replace(spec, layout=layout)
@@ -265,7 +257,7 @@ def _laid_out(module: nn.Module, spec: StepSpec, layout: Layout, world: World, a
     else:
         _lay_out(module, spec, mesh)
         if layout.data_ranks > 1:
-            no_sync = partial(no_gradient_sync, module, keep_gathered=not spec.reshards)
+            no_sync = partial(layouts.no_gradient_sync, module, keep_gathered=not spec.reshards)
             ready = replace(ready, no_sync=no_sync)
     forget_the_whole(device)
     return ready
@@ -273,7 +265,7 @@ def _laid_out(module: nn.Module, spec: StepSpec, layout: Layout, world: World, a
 
 def _lay_out(module: nn.Module, spec: StepSpec, mesh: DeviceMesh) -> None:
     shape = spec.model.shape
-    lay_out(
+    layouts.lay_out(
         module,
         mesh,
         tensor_plan=tensor_plan(shape) if shape and isinstance(module, Transformer | TransformerStage) else {},

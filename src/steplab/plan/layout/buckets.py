@@ -40,12 +40,7 @@ def buckets_of(
     if kind == "torch_ddp":
         of_groups = [sum(group) for group in _ddp_groups(sizes, bucket_mb * BYTES_PER_MB)]
         total = sum(of_groups)
-        return Buckets(
-            sizes_bytes=tuple(of_groups),
-            buffered_bytes=total,
-            during_backward=True,
-            copied_bytes=total,
-        )
+        return Buckets(sizes_bytes=tuple(of_groups), buffered_bytes=total, during_backward=True, copied_bytes=total)
     limit = {"flat": float("inf"), "bucketed": bucket_mb * BYTES_PER_MB}
     indices = parallel_sizes.grouped(sizes, limit.get(kind, 0.0)) if kind != "none" else []
     groups = [[sizes[index] for index in group] for group in indices]

@@ -1,16 +1,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from steplab import units
-from steplab.records.comparison import (
-    ComparedFigure,
-    Comparison,
-    KernelChange,
-    KernelCount,
-    MemoryChange,
-    Ratio,
-    TensorBytes,
-    Unlike,
-)
+from steplab.records import comparison as compared
 from steplab.report.kit.document import Verdict
 from steplab.report.kit.kernel_names import short_kernels
 from steplab.report.kit.quantities import in_unit
@@ -21,14 +12,14 @@ _NAMED = 3
 _ELEMENTWISE = ("elementwise", "reduce", "copy", "mul", "add", "div", "sub", "sum", "mean", "pow", "rsqrt", "cast")
 
 
-def verdict(comparison: Comparison) -> Verdict:
+def verdict(comparison: compared.Comparison) -> Verdict:
     causes = [*(_where(change) for change in comparison.kernels[:_NAMED])]
     causes += [memory_words(change) for change in comparison.memory[:1]]
     told = (f"Largest differences: {'; '.join(causes)}.",) if causes else ()
     return Verdict(sentences=(_answer(comparison), *told), cautions=tuple(_cautions(comparison)))
 
 
-def _answer(comparison: Comparison) -> str:
+def _answer(comparison: compared.Comparison) -> str:
     if _are_the_same(comparison):
         return "A and B are the same records, so nothing can differ."
     if comparison.failed:
@@ -37,7 +28,7 @@ def _answer(comparison: Comparison) -> str:
         return "Undecided: A and B have neither a step time nor a peak memory in common."
     cells = len({figure.cell for figure in comparison.deciding})
 
-    def named(found: Sequence[ComparedFigure]) -> str:
+    def named(found: Sequence[compared.ComparedFigure]) -> str:
         where = f" in {len({figure.cell for figure in found})} of {cells} cells" if cells > 1 else ""
         return f"{where}: {units.listed([figure_words(figure) for figure in found[:_NAMED]])}"
 
@@ -62,7 +53,7 @@ def _answer(comparison: Comparison) -> str:
     return f"No difference: {units.listed([figure_words(figure) for figure in comparison.deciding])}."
 
 
-def figure_words(figure: ComparedFigure) -> str:
+def figure_words(figure: compared.ComparedFigure) -> str:
     """Example: 'step time 20.6 ms instead of 20.0 ms, 1.030× (95 % interval 1.021 to 1.038; threshold 1 %)'."""
     cell = f"{figure.cell}: " if figure.cell else ""
     if figure.a == figure.b:
@@ -71,7 +62,7 @@ def figure_words(figure: ComparedFigure) -> str:
     return f"{cell}{figure.name} {values}{_ratio_words(figure.ratio)}"
 
 
-def _ratio_words(ratio: Ratio | None) -> str:
+def _ratio_words(ratio: compared.Ratio | None) -> str:
     if ratio is None:
         return ""
     interval = interval_words(ratio)
@@ -79,18 +70,18 @@ def _ratio_words(ratio: Ratio | None) -> str:
     return f", {ratio.ratio:.3f}× ({told}threshold {units.format_limit(ratio.threshold)})"
 
 
-def interval_words(ratio: Ratio | None) -> str | None:
+def interval_words(ratio: compared.Ratio | None) -> str | None:
     if ratio is None or ratio.low is None or ratio.high is None:
         return None
     return f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio.low < ratio.high else None
 
 
-def _thresholds(figures: Sequence[ComparedFigure]) -> str:
+def _thresholds(figures: Sequence[compared.ComparedFigure]) -> str:
     found = sorted({figure.ratio.threshold for figure in figures if figure.ratio})
     return " and ".join(map(units.format_limit, found))
 
 
-def _cautions(comparison: Comparison) -> Iterator[str]:
+def _cautions(comparison: compared.Comparison) -> Iterator[str]:
     remedy = "measure each side in six processes or more, all under one name"
     if comparison.can_run_again:
         remedy = "alternate A and B with `steplab ab`"
@@ -110,28 +101,28 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
         )
 
 
-def _are_the_same(comparison: Comparison) -> bool:
+def _are_the_same(comparison: compared.Comparison) -> bool:
     return set(comparison.a.ids) == set(comparison.b.ids)
 
 
-def unlike_words(found: Unlike) -> str:
+def unlike_words(found: compared.Unlike) -> str:
     return f"{found.field.replace('_', ' ')}: {found.values}"
 
 
 # --- kernels ----------------------------------------------------------------------------------------------
 
 
-def kernel_words(change: KernelChange) -> str:
+def kernel_words(change: compared.KernelChange) -> str:
     return f"{_where(change)}: {_what_changed(change)}"
 
 
-def _where(change: KernelChange) -> str:
+def _where(change: compared.KernelChange) -> str:
     cell = f"{change.cell}: " if change.cell else ""
     of_what = f" of {change.range}" if change.range else f", category {change.category}" if change.category else ""
     return f"{cell}{units.signed(change.b_s - change.a_s, units.format_time)} per step in {change.phase}{of_what}"
 
 
-def _what_changed(change: KernelChange) -> str:
+def _what_changed(change: compared.KernelChange) -> str:
     names_a, names_b = ({kernel.name for kernel in kernels} for kernels in (change.a, change.b))
     gone = [kernel for kernel in change.a if kernel.name not in names_b]
     new = [kernel for kernel in change.b if kernel.name not in names_a]
@@ -152,7 +143,7 @@ def _what_changed(change: KernelChange) -> str:
     return f"the same kernels take {change.b_s / change.a_s:.2f}× the time"
 
 
-def _fusion(gone: Sequence[KernelCount], new: Sequence[KernelCount]) -> str:
+def _fusion(gone: Sequence[compared.KernelCount], new: Sequence[compared.KernelCount]) -> str:
     before, after = sum(kernel.calls for kernel in gone), sum(kernel.calls for kernel in new)
     if len(new) > len(gone) and after > before and all(map(_small, new)):
         return ", no longer fused"
@@ -161,12 +152,12 @@ def _fusion(gone: Sequence[KernelCount], new: Sequence[KernelCount]) -> str:
     return ""
 
 
-def _small(kernel: KernelCount) -> bool:
+def _small(kernel: compared.KernelCount) -> bool:
     name = kernel.name.lower()
     return "fused" not in name and any(part in name for part in _ELEMENTWISE)
 
 
-def _kernels(kernels: Sequence[KernelCount], short: dict[str, str]) -> str:
+def _kernels(kernels: Sequence[compared.KernelCount], short: dict[str, str]) -> str:
     named = [
         f"{short[kernel.name]} ({_calls(kernel.calls)}, {units.format_time(kernel.time_s)})"
         for kernel in kernels[:_NAMED]
@@ -183,7 +174,7 @@ def _calls(calls: float) -> str:
 # --- memory -----------------------------------------------------------------------------------------------
 
 
-def memory_words(change: MemoryChange) -> str:
+def memory_words(change: compared.MemoryChange) -> str:
     """Example: '+412 MiB of activations: [4, 512, 10000] of head, float32 instead of bfloat16'."""
     cell = f"{change.cell}: " if change.cell else ""
     size = f"{units.signed(change.change_bytes, units.format_bytes)} of {category_word(change.category)}"
@@ -192,7 +183,7 @@ def memory_words(change: MemoryChange) -> str:
     return f"{cell}{size}: {what}{where}, {_held(change)}"
 
 
-def _held(change: MemoryChange) -> str:
+def _held(change: compared.MemoryChange) -> str:
     dtypes_a, dtypes_b = (
         " and ".join(held.dtype or "unknown format" for held in side) for side in (change.a, change.b)
     )
@@ -205,5 +196,5 @@ def _held(change: MemoryChange) -> str:
     return f"{units.format_bytes(_total(change.b))} instead of {units.format_bytes(_total(change.a))} in {dtypes_b}"
 
 
-def _total(held: Iterable[TensorBytes]) -> int:
+def _total(held: Iterable[compared.TensorBytes]) -> int:
     return sum(each.num_bytes for each in held)

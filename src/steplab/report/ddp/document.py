@@ -10,19 +10,7 @@ from steplab.records.rows import Row
 from steplab.report.ddp import figures
 from steplab.report.ddp.curve import bucket_curve
 from steplab.report.ddp.timelines import timelines
-from steplab.report.kit.document import (
-    RESULT,
-    Bar,
-    Bars,
-    Column,
-    Fact,
-    Section,
-    Segment,
-    Sentences,
-    Table,
-    Verdict,
-    later,
-)
+from steplab.report.kit import document
 from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import BYTES, SHARE, TIME
 from steplab.report.kit.text import dotted, interruption, made, quoted_name, why_failed
@@ -94,7 +82,7 @@ EXPOSED_COLOR = 2
 _WORDS = {"optimizer": "optimizer state"}
 
 
-def exposed_bars(run: DdpRun) -> Bars | None:
+def exposed_bars(run: DdpRun) -> document.Bars | None:
     """Draw exposed communication by variant, shortest first; the fastest step and torch DDP's fastest stand out."""
     timed = [(added_s, cell) for cell in run.cells if (added_s := figures.exposed_s(cell)) is not None]
     if not timed:
@@ -103,16 +91,18 @@ def exposed_bars(run: DdpRun) -> Bars | None:
     winner, theirs = figures.best(cells), figures.best_ddp(cells)
     bars = [_exposed_bar(cell, added_s, winner, theirs) for added_s, cell in sorted(timed, key=lambda pair: pair[0])]
     bars += [
-        Bar(label=cell.contender.label, figure=why_failed(cell.failure), bad=True) for cell in run.cells if cell.failure
+        document.Bar(label=cell.contender.label, figure=why_failed(cell.failure), bad=True)
+        for cell in run.cells
+        if cell.failure
     ]
     note = (
         "Exposed communication: the median step of the slowest rank minus the same step without communication, "
         "measured in turns. In brackets are its bounds by the 95 % interval of their ratio."
     )
-    return Bars(bars=tuple(bars), note=note)
+    return document.Bars(bars=tuple(bars), note=note)
 
 
-def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: DdpCell | None) -> Bar:
+def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: DdpCell | None) -> document.Bar:
     show, bounds, name = units.format_time, figures.exposed_range_s(cell), cell.contender.label
     between = f" ({show(bounds[0])} to {show(bounds[1])})" if bounds else ""
     told = [f"step {show(figures.step_s(cell) or 0.0)}"]
@@ -120,16 +110,16 @@ def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: 
     told += ["fastest torch DDP"] if cell is theirs else []
     told += ["doubtful: wide interval"] if figures.is_vague(cell) else []
     tip = f"{name}: {show(added_s)} exposed{between}"
-    return Bar(
+    return document.Bar(
         label=name,
         figure=f"{show(added_s)}{between}",
-        segments=(Segment(value=added_s, color=EXPOSED_COLOR, tip=tip),),
+        segments=(document.Segment(value=added_s, color=EXPOSED_COLOR, tip=tip),),
         detail=", ".join(told),
         strong=cell is winner or cell is theirs,
     )
 
 
-def memory_bars(run: DdpRun) -> Bars | None:
+def memory_bars(run: DdpRun) -> document.Bars | None:
     held = [(cell, memory) for cell in run.cells if (memory := figures.memory_at(cell, MOMENTS[-1]))]
     if not held:
         return None
@@ -141,17 +131,17 @@ def memory_bars(run: DdpRun) -> Bars | None:
     if any(memory.other_bytes is None for _, memory in held):
         note += " Other memory is unknown without the allocator's count, and where an earlier variant's memory "
         note += "was freed in between."
-    return Bars(
+    return document.Bars(
         bars=tuple(_memory_bar(cell, memory) for cell, memory in held),
         legend=tuple((CATEGORIES.index(kind) + 1, "■", _WORDS.get(kind, kind)) for kind in kinds),
         note=note,
     )
 
 
-def _memory_bar(cell: DdpCell, memory: StateMemory) -> Bar:
+def _memory_bar(cell: DdpCell, memory: StateMemory) -> document.Bar:
     name, expected = cell.contender.label, figures.expected_at(cell, memory.moment)
     parts = [(_WORDS.get(kind, kind), number, _bytes(memory, kind)) for number, kind in enumerate(CATEGORIES, start=1)]
-    return Bar.of(
+    return document.Bar.of(
         name,
         parts,
         units.format_bytes,
@@ -173,8 +163,8 @@ _APART = 0.5
 """Smallest parameter deviation, relative to the change in the checked steps, that exceeds rounding."""
 
 
-def ddp_verdict(run: DdpRun) -> Verdict:
-    return Verdict(sentences=tuple(_sentences(run)), cautions=tuple(_cautions(run)))
+def ddp_verdict(run: DdpRun) -> document.Verdict:
+    return document.Verdict(sentences=tuple(_sentences(run)), cautions=tuple(_cautions(run)))
 
 
 def _sentences(run: DdpRun) -> Iterator[str]:
@@ -319,24 +309,26 @@ def ddp_cell_line(cell: DdpCell) -> str:
     return f"{cell.contender.label}: {', '.join(told)}"
 
 
-def _sections(run: DdpRun) -> Iterator[Section]:
-    yield Section.of("Exposed communication", exposed_bars(run), Sentences.of(facts(run), "note"))
+def _sections(run: DdpRun) -> Iterator[document.Section]:
+    yield document.Section.of("Exposed communication", exposed_bars(run), document.Sentences.of(facts(run), "note"))
     rows = figures.ddp_rows(run)
     copies = (
         " peer_copy: steplab's copies between GPUs." if any(row["transport"] == "peer_copy" for row in rows) else ""
     )
-    yield Section.of(
+    yield document.Section.of(
         "Time and communication",
-        _table("time", figures.time_figures(run), rows, f"Medians of the slowest rank.{copies}", RESULT),
+        _table("time", figures.time_figures(run), rows, f"Medians of the slowest rank.{copies}", document.RESULT),
     )
-    yield Section.of("Bucket size", later(bucket_curve, run), Sentences.of(model_words(run)))
+    yield document.Section.of("Bucket size", document.later(bucket_curve, run), document.Sentences.of(model_words(run)))
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
-    yield Section.of("Memory per rank", memory_bars(run), _table("memory", figures.MEMORY, held, _MEMORY_CAPTION))
-    yield Section.of("One step of each strategy", later(timelines, run))
-    yield Section.notes(notes_of(run))
+    yield document.Section.of(
+        "Memory per rank", memory_bars(run), _table("memory", figures.MEMORY, held, _MEMORY_CAPTION)
+    )
+    yield document.Section.of("One step of each strategy", document.later(timelines, run))
+    yield document.Section.notes(notes_of(run))
 
 
-def _tiles(run: DdpRun) -> Iterator[Fact]:
+def _tiles(run: DdpRun) -> Iterator[document.Fact]:
     added = [row for row in figures.ddp_rows(run) if row["exposed_s"] is not None]
     yield from extremes(
         added,
@@ -348,15 +340,19 @@ def _tiles(run: DdpRun) -> Iterator[Fact]:
     )
 
 
-_VARIANT = Column(key="variant")
+_VARIANT = document.Column(key="variant")
 _MEMORY_CAPTION = (
     "Memory of the rank that holds most, at the first step, whose update creates the optimizer state; the categories "
     "are those after it."
 )
 
 
-def _table(name: str, shown: Sequence[Figure[DdpCell]], rows: Sequence[Row], caption: str, *last: Column) -> Table:
-    return Table(name=name, columns=(_VARIANT, *Column.of(shown), *last), rows=tuple(rows), caption=caption)
+def _table(
+    name: str, shown: Sequence[Figure[DdpCell]], rows: Sequence[Row], caption: str, *last: document.Column
+) -> document.Table:
+    return document.Table(
+        name=name, columns=(_VARIANT, *document.Column.of(shown), *last), rows=tuple(rows), caption=caption
+    )
 
 
 REPORT = RecordReport(

@@ -3,20 +3,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from steplab.printing import MARK, plain
-from steplab.report.kit.document import (
-    MOST_ROWS,
-    Bars,
-    Block,
-    Chart,
-    Deferred,
-    Document,
-    Equations,
-    Facts,
-    Pairs,
-    Section,
-    Sentences,
-    Table,
-)
+from steplab.report.kit import document as documents
 from steplab.report.kit.pictures import Beside
 from steplab.report.kit.table import Sheet, sheet
 
@@ -65,12 +52,12 @@ def escape_latex(text: str) -> str:
     return " ".join("".join(known).split())
 
 
-def to_markdown(document: Document, beside: Beside | None = None) -> str:
+def to_markdown(document: documents.Document, beside: Beside | None = None) -> str:
     """Markdown without a final newline; the title is a first-level heading."""
     return "\n\n".join(filter(None, _Markdown(beside).document(document)))
 
 
-def to_latex(document: Document, beside: Beside | None = None) -> str:
+def to_latex(document: documents.Document, beside: Beside | None = None) -> str:
     """LaTeX file for pdflatex, without a final newline."""
     parts = filter(None, _Latex(beside).document(document))
     return "\n\n".join((_PREAMBLE, *parts, _END))
@@ -81,7 +68,7 @@ def one_document(made: Sequence[str]) -> str:
     return "\n\n".join((_PREAMBLE, *inside, _END))
 
 
-def markdown_table(table: Table) -> str:
+def markdown_table(table: documents.Table) -> str:
     return _Markdown(None).block(table)
 
 
@@ -110,7 +97,7 @@ class _Markdown:
         """`beside` collects pictures and long tables as files; None: no pictures, and tables in full."""
         self.beside = beside
 
-    def document(self, document: Document) -> Iterator[str]:
+    def document(self, document: documents.Document) -> Iterator[str]:
         yield self.title(document.title) if document.title else ""
         yield self.escape(document.subtitle)
         yield from map(self.block, document.verdict.blocks())
@@ -119,37 +106,37 @@ class _Markdown:
         for section in document.sections:
             yield from self._section(section, 2)
 
-    def _section(self, section: Section, level: int) -> Iterator[str]:
+    def _section(self, section: documents.Section, level: int) -> Iterator[str]:
         parts: list[str] = []
         for block in section.blocks:
             if self.beside and section.title:
                 self.beside.heading = section.title
-            parts += self._section(block, level + 1) if isinstance(block, Section) else [self.block(block)]
+            parts += self._section(block, level + 1) if isinstance(block, documents.Section) else [self.block(block)]
         if parts := [part for part in parts if part]:
             yield from [self.heading(section.title, level), *parts] if section.title else parts
 
-    def block(self, block: Block) -> str:
+    def block(self, block: documents.Block) -> str:
         match block:
-            case Table():
+            case documents.Table():
                 return self._table(block)
-            case Facts():
+            case documents.Facts():
                 return self.listed(f"{self.strong(self.escape(f.figure))} {self.escape(f.text)}" for f in block.facts)
-            case Pairs():
+            case documents.Pairs():
                 return self.pairs((self.escape(name), self.escape(value)) for name, value in block.pairs)
-            case Equations():
+            case documents.Equations():
                 return self.listed(f"${line.latex}$: {self.escape(line.what)}" for line in block.lines)
-            case Sentences(role="code"):
+            case documents.Sentences(role="code"):
                 return self.code(block.texts)
-            case Sentences():
+            case documents.Sentences():
                 texts = [self.escape(text) for text in block.texts]
                 if block.role == "finding":
                     return self.listed(texts)
                 return "\n\n".join(self.strong(text) if block.role == "warning" else text for text in texts)
-            case Chart() | Bars() | Deferred() if self.beside:
-                return self._pictures(block.draw() if isinstance(block, Deferred) else block, self.beside)
+            case documents.Chart() | documents.Bars() | documents.Deferred() if self.beside:
+                return self._pictures(block.draw() if isinstance(block, documents.Deferred) else block, self.beside)
         return ""
 
-    def _pictures(self, block: Chart | Bars | None, beside: Beside) -> str:
+    def _pictures(self, block: documents.Chart | documents.Bars | None, beside: Beside) -> str:
         if block is None:
             return ""
         found = []
@@ -158,13 +145,13 @@ class _Markdown:
             found.append(self.picture(path, self.escape(words), one.width))
         return "\n\n".join([*found, *filter(None, [self.escape(block.note)])])
 
-    def _table(self, table: Table) -> str:
+    def _table(self, table: documents.Table) -> str:
         if not table.rows:
             return self.escape(table.empty)
-        if self.beside is None or len(table.rows) <= max(MOST_ROWS, table.first or 0):
+        if self.beside is None or len(table.rows) <= max(documents.MOST_ROWS, table.first or 0):
             return self.table(sheet(table))
         path = self.beside.table(table)
-        first = replace(sheet(table), rows=sheet(table).rows[: table.first or MOST_ROWS])
+        first = replace(sheet(table), rows=sheet(table).rows[: table.first or documents.MOST_ROWS])
         return f"{self.table(first)}\n\n{self.rest(len(table.rows), path)}"
 
     def title(self, title: str) -> str:
