@@ -61,8 +61,8 @@ Multiplication Background User's Guide")."""
 
 
 def head_dimension(case: Case) -> Finding | None:
-    """Finding for head dimensions that fused attention pads. Without fused attention: for no multiple of 8, which
-    tensor-core kernels cannot load whole."""
+    """Finding for head dimensions that fused attention pads. Without fused attention: for widths not divisible by 8,
+    which tensor-core kernels cannot load whole."""
     spec, width = case.spec, _from_spec(case)
     fused = spec is not None and not implementation(spec.attention).materialises_scores
     if width is None:

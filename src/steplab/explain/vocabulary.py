@@ -92,7 +92,7 @@ _HALF = {"bf16", "fp16"}
 
 def vocabulary_padding(case: Case) -> Finding | None:
     """Finding on a GPU if the vocabulary is no multiple of 64 and its products are slower than others. Without a
-    profile: for no multiple of 8."""
+    profile: if it is not divisible by 8."""
     size = vocabulary_size(case)
     if size is None or size % SUITS == 0 or not case.is_gpu:  # other devices have no tensor cores
         return None

@@ -230,7 +230,7 @@ class StepMarks:
         return (*by_nodes, *self._else_kept(moment_ns, known))
 
     def _alive(self, seen: Sequence[tuple[int, int]]) -> set[int]:
-        """The step's allocations alive at these addresses, at each position: addresses are reused."""
+        """Indices of the latest allocation at each address before its position: addresses are reused."""
         indices: dict[int, list[int]] = {}
         for index, event in enumerate(self.allocations):
             indices.setdefault(event.address, []).append(index)

@@ -68,7 +68,7 @@ class ModelStep:
         world: World | None = None,
         variant: Variant | None = None,
     ) -> None:
-        """In a world a collective call. A `variant`, not the layout, decides how ranks are data parallel."""
+        """With `world`, all ranks call it together. `variant`, not the layout, decides how ranks are data parallel."""
         assert workload.module is not None
         assert workload.make_batch is not None
         self.workload, module = workload, workload.module

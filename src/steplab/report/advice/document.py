@@ -158,8 +158,8 @@ def _table(advice: Advice) -> Table:
         ),
         rows=tuple(_row(tried) for tried in advice.tried),
         caption="Steps alternated with and without the change, on top of the changes kept before. low, high: 95 % "
-        "interval of the saving; a change is kept if all of it pays and `steplab ab` would agree. Peak memory is the "
-        f"{of_what}. took: the trial, with building the step.",
+        "interval of the saving; a change is kept if low is above zero and `steplab ab` would agree. Peak memory is "
+        f"the {of_what}. took: the trial, with building the step.",
         empty="no change was tried",
     )
 

@@ -81,8 +81,8 @@ _COLUMNS = (
         key="interval",
         header="95 % interval",
         value=lambda figure: interval_words(figure.ratio),
-        note="The interval is a bootstrap interval of the ratio of medians, B / A; bytes are exact, and single times "
-        "have no interval.",
+        note="The interval is a bootstrap interval of the ratio of medians, B / A; bytes are exact, single times have "
+        "no interval. Phases, rates and reserved memory do not decide.",
     ),
     Column(key="p", quantity=LABEL, value=_p, note="p: Mann-Whitney test; the interval must agree."),
     Column(key="decision", value=_decision),

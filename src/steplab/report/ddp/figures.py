@@ -223,7 +223,7 @@ _SENT: tuple[Figure[DdpCell], ...] = (
         header="hidden",
         unit="share",
         rank=2,
-        note="Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
+        note="Hidden is 1 − exposed / alone, shown if max − min is below alone / 2; below zero, "
         "communication slows concurrent computation by more than is hidden.",
         find=hidden,
     ),
