@@ -156,7 +156,7 @@ def _is_import_module(function: ast.expr) -> bool:
 def violations(path: Path) -> Iterator[str]:
     part = part_of(path)
     for line, name in imports(path):
-        if name == "steplab.__version__" or name.startswith(tuple(f"{facts}." for facts in FACTS)):
+        if name == "steplab.__version__" or f"{name}.".startswith(tuple(f"{facts}." for facts in FACTS)):
             continue
         imported = [*name.split("."), "the whole package"][1]
         allowed = imported == part or imported in ARROWS[part]

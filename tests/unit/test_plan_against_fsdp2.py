@@ -25,10 +25,9 @@ from steplab.fake_step.step import _conversion_by_data, _masks_as_they_are, bloc
 from steplab.fake_step.storages import Storages
 from steplab.fake_step.watching import Watcher
 from steplab.lab.predicting import spread_model
-from steplab.measurement.step import distribute
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
-from steplab.parallel.layout import open_mesh
+from steplab.parallel import layout
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.layout.memory import _Rank
 from steplab.plan.layout.ranks import rank_groups
@@ -101,9 +100,9 @@ class Live(TorchDispatchMode):
 @pytest.fixture(scope="module", autouse=True)
 def tp_mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    mesh = open_mesh({"fsdp": RANKS}, "cpu")
+    mesh = layout.open_mesh({"fsdp": RANKS}, "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distribute, "open_mesh", lambda *_: mesh)
+        patch.setattr(layout, "open_mesh", lambda *_: mesh)
         yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     dist.destroy_process_group()
 

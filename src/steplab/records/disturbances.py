@@ -46,9 +46,8 @@ def _found(run: Run) -> Iterator[Disturbance]:
     if timing is None or step is None or not step.best_s:
         return
     if far := stats.doubtful_outliers(step.best_s):
-        yield Disturbance(
-            word="outliers", text=f"{far} of {counted(len(step.best_s), 'step')} took more than twice the median."
-        )
+        text = f"{far} of {counted(len(step.best_s), 'step')} took more than twice the median."
+        yield Disturbance(word="outliers", text=text)
     if never_settles(run):
         yield Disturbance(word="unsteady", text=f"The step time did not settle in {len(curve(timing))} steps.")
     if waits_for_host(timing.back_to_back):
@@ -66,9 +65,8 @@ def _found(run: Run) -> Iterator[Disturbance]:
     if slowed := [reason for reason in environment.device.clock_limits or () if reason in _SLOWDOWNS]:
         yield Disturbance(word="slowed clock", text=f"The GPU ran below its clock: {', '.join(slowed)}.")
     if (suspended_s := environment.suspended_s or 0.0) >= _SUSPENDED_S:
-        yield Disturbance(
-            word="suspended", text=f"The machine was suspended for {format_time(suspended_s)} during the measurement."
-        )
+        text = f"The machine was suspended for {format_time(suspended_s)} during the measurement."
+        yield Disturbance(word="suspended", text=text)
 
 
 def never_settles(run: Run) -> bool:

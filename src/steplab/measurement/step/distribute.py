@@ -257,8 +257,7 @@ def _laid_out(module: nn.Module, spec: StepSpec, layout: Layout, world: World, a
     else:
         _lay_out(module, spec, mesh)
         if layout.data_ranks > 1:
-            no_sync = partial(layouts.no_gradient_sync, module, keep_gathered=not spec.reshards)
-            ready = replace(ready, no_sync=no_sync)
+            ready = replace(ready, no_sync=partial(layouts.no_gradient_sync, module, keep_gathered=not spec.reshards))
     forget_the_whole(device)
     return ready
 

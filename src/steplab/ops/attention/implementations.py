@@ -143,11 +143,7 @@ TABLE = (
         materialises_scores=True,
         benchmarked_on=("cpu", "mps"),
     ),
-    Implementation(
-        name="sdpa",
-        summary="torch chooses",
-        benchmarked_on=("cpu", "mps"),
-    ),
+    Implementation(name="sdpa", summary="torch chooses", benchmarked_on=("cpu", "mps")),
     Implementation(
         name="sdpa_flash",
         summary="torch's FlashAttention-2",

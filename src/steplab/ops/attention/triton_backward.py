@@ -11,7 +11,22 @@ from torch import Tensor
 
 from ..triton_device import on_device_of
 from ..triton_places import power_of_two
-from . import triton_launch as launching
+from .triton_launch import (
+    ROWS_OF_A_CONSUMER,
+    SUMS_PANEL,
+    SUMS_WIDTH,
+    Call,
+    Form,
+    Start,
+    base_two,
+    hopper_options,
+    num_multiprocessors,
+    numbers_form,
+    portable_options,
+    positive_scale,
+    precision,
+    tile_form,
+)
 from .triton_repeats import Launch, Made, in_a_row, kind_of, laid_out_as
 from .triton_schedule import heads_a_group, heads_in_a_row
 from .triton_tensors import (
@@ -55,7 +70,7 @@ class Operands:
     """int32 zeros, counters of turns: one for each of two consumers and WIDEST_TILE queries, then likewise for shared
     keys.
     """
-    call: launching.Call
+    call: Call
     stream: int | None
     """The raw CUDA stream if launches are kept for repeats, else None."""
     launches: list[Launch | None]
@@ -74,7 +89,7 @@ def triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each laid out as its tensor. Inputs may have any strides, as in `triton_forward`."""
     inputs = q_BHSD, k_BNKD, v_BNKD, o_BHSD, do_BHSD, lse_BHS
-    kind = kind_of(_results, inputs, causal, scale, launching.precision(q_BHSD.dtype))
+    kind = kind_of(_results, inputs, causal, scale, precision(q_BHSD.dtype))
     dq_BHSD, dk_BNKD, dv_BNKD, room = results = kind.tensors()
     if kind.made_again((*inputs, *results)):
         return dq_BHSD, dk_BNKD, dv_BNKD
@@ -130,7 +145,7 @@ def _layout(q_shape: Shape, k_shape: Shape, tiles: Tiles | None) -> _Layout:
     shared_tiles = batch * num_kv_heads * tiles_of_keys if num_heads > num_kv_heads else 0
     num_shared = shared_tiles * 2 * WIDEST_TILE * (parts.main + parts.rest)
     turns = 2 * (rows // WIDEST_TILE + shared_tiles)
-    return _Layout(tiles, [rows, rows, rows * _num_parts(parts) * launching.SUMS_WIDTH, num_shared, turns])
+    return _Layout(tiles, [rows, rows, rows * _num_parts(parts) * SUMS_WIDTH, num_shared, turns])
 
 
 def prepared(
@@ -151,15 +166,15 @@ def prepared(
     With a scale below zero, these write -dQ. `room` is memory divided as by `_layout`, allocated here if None. Launches
     on the raw CUDA `stream` are kept for repeats.
     """
-    positive_q, positive = launching.positive_scale(q_BHSD, scale)
-    products = launching.precision(q_BHSD.dtype)
+    positive_q, positive = positive_scale(q_BHSD, scale)
+    products = precision(q_BHSD.dtype)
     q, k, v, do = (readable(x, products) for x in (positive_q, k_BNKD, v_BNKD, do_BHSD))
     # D, which must be the mean of dP, is made of dO rounded as dP's is.
     o, lse = readable(o_BHSD), aligned(lse_BHS)
     given = q_BHSD, k_BNKD, v_BNKD, do_BHSD, o_BHSD, lse_BHS
     if any(x is not y for x, y in zip((q, k, v, do, o, lse), given, strict=True)):
         stream = None
-    call = launching.Call(columns(q_BHSD.shape[-1]), q.dtype, q.device, products, causal, positive)
+    call = Call(columns(q_BHSD.shape[-1]), q.dtype, q.device, products, causal, positive)
     layout = _layout_for(q_BHSD, k_BNKD)
     if room is None:
         room = torch.empty(sum(layout.parts), dtype=torch.float32, device=q.device)
@@ -179,7 +194,7 @@ def _start_of_prepare(
     shape: Shape,
     o_strides: Shape,
     do_strides: Shape,
-) -> launching.Start:
+) -> Start:
     from .triton_portable import attention_prepare
 
     batch, num_heads, num_queries, head_dim = shape
@@ -188,7 +203,7 @@ def _start_of_prepare(
     strides = *strides_of(shape, o_strides)[:3], *strides_of(shape, do_strides)[:3]
     numbers = *strides, num_heads, num_queries, num_padded, head_dim, num_turns
     turns = power_of_two(-(-num_turns // num_programs))
-    return launching.Start(attention_prepare, num_programs, [None] * 6, numbers, M=PREPARED, D=box, TURNS=turns)
+    return Start(attention_prepare, num_programs, [None] * 6, numbers, M=PREPARED, D=box, TURNS=turns)
 
 
 # --- in one sweep, on Hopper GPUs ----------------------------------------------------------------------------------
@@ -199,7 +214,7 @@ def _columns_of(tiles: Tiles, of_head: Columns) -> Columns:
 
 
 def _num_parts(parts: Columns) -> int:
-    return (parts.main + (max(parts.rest, launching.SUMS_WIDTH) if parts.rest else 0)) // launching.SUMS_WIDTH
+    return (parts.main + (max(parts.rest, SUMS_WIDTH) if parts.rest else 0)) // SUMS_WIDTH
 
 
 def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -218,8 +233,8 @@ def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Ten
 
 @lru_cache(maxsize=256)
 def _starts_of_one_sweep(
-    tiles: Tiles, call: launching.Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]
-) -> tuple[launching.Start, launching.Start]:
+    tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]
+) -> tuple[Start, Start]:
     """The kernels, ready to launch on (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared) and on (sums, dq).
 
     If a head has a rest of columns (`Columns`), q and do are passed again, for tiles of the rest.
@@ -235,29 +250,25 @@ def _starts_of_one_sweep(
     # Every program reads q, dO and the sums of a head's queries.
     bytes_a_head = num_queries * head_dim * 2 * call.dtype.itemsize
     num_programs = -(-num_keys // tiles.keys) * batch * num_heads
-    num_in_a_row = heads_in_a_row(
-        bytes_a_head, numbers.sharing, num_programs, launching.num_multiprocessors(call.device)
-    )
+    num_in_a_row = heads_in_a_row(bytes_a_head, numbers.sharing, num_programs, num_multiprocessors(call.device))
     heads = batch * num_heads // num_in_a_row
     together = min(heads_a_group(num_in_a_row * bytes_a_head, heads), MOST_TOGETHER)
     num_upwards = (heads - 1) // together * together if call.causal else 0
     q, k, v, do, dk, dv = zip((q_shape, k_shape, k_shape, q_shape, k_shape, k_shape), strides[:6], strict=True)
     main, rest = (
-        [launching.tile_form(tiles, call.dtype, *x, tiles.queries, width) for x in (q, do) if width]
+        [tile_form(tiles, call.dtype, *x, tiles.queries, width) for x in (q, do) if width]
         for width in (parts.main, parts.rest)
     )
-    of_keys = [launching.tile_form(tiles, call.dtype, *x, tiles.keys) for x in (k, v)]
-    of_gradients = [launching.tile_form(tiles, call.dtype, *x, launching.ROWS_OF_A_CONSUMER) for x in (dk, dv)]
-    of_sums = launching.numbers_form(
-        [num_rows * num_parts, launching.SUMS_WIDTH], [launching.ROWS_OF_A_CONSUMER, launching.SUMS_WIDTH]
-    )
-    of_numbers = launching.numbers_form([num_rows], [tiles.queries])
-    forms: list[launching.Form | None] = [main[0], *of_keys, main[1], of_sums, *of_gradients]
+    of_keys = [tile_form(tiles, call.dtype, *x, tiles.keys) for x in (k, v)]
+    of_gradients = [tile_form(tiles, call.dtype, *x, ROWS_OF_A_CONSUMER) for x in (dk, dv)]
+    of_sums = numbers_form([num_rows * num_parts, SUMS_WIDTH], [ROWS_OF_A_CONSUMER, SUMS_WIDTH])
+    of_numbers = numbers_form([num_rows], [tiles.queries])
+    forms: list[Form | None] = [main[0], *of_keys, main[1], of_sums, *of_gradients]
     forms += [of_numbers, of_numbers, None, None, *rest]
-    options = launching.hopper_options(tiles, parts)
+    options = hopper_options(tiles, parts)
     options |= {"M": tiles.queries, "CAUSAL": call.causal}
     options |= {"GROUPED": numbers.sharing > num_in_a_row, "IN_A_ROW": num_in_a_row}
-    start = launching.Start(
+    start = Start(
         attention_backward,
         num_programs // num_in_a_row,
         forms,
@@ -265,8 +276,8 @@ def _starts_of_one_sweep(
         **options,
     )
     of_dq = *strides_of(q_shape, strides[6])[:3], num_heads, num_queries, numbers.num_padded, head_dim, call.scale
-    sizes = {"M": PREPARED, "PARTS": num_parts, "WIDTH": launching.SUMS_WIDTH, "PANEL": launching.SUMS_PANEL}
-    finish = launching.Start(attention_finish, num_rows // PREPARED * num_parts, [None] * 2, of_dq, **sizes)
+    sizes = {"M": PREPARED, "PARTS": num_parts, "WIDTH": SUMS_WIDTH, "PANEL": SUMS_PANEL}
+    finish = Start(attention_finish, num_rows // PREPARED * num_parts, [None] * 2, of_dq, **sizes)
     return start, finish
 
 
@@ -282,9 +293,7 @@ def sweep(operands: Operands, tiles: Tiles, *gradients: Tensor) -> None:
 
 
 @lru_cache(maxsize=256)
-def _start_of_sweep(
-    tiles: Tiles, call: launching.Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]
-) -> launching.Start:
+def _start_of_sweep(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
     from .triton_portable import attention_backward_kv, attention_backward_q
 
     of_queries, of_keys = (q_shape, tiles.queries), (k_shape, tiles.keys)
@@ -292,13 +301,13 @@ def _start_of_sweep(
     kernel, gradients = (attention_backward_kv, [of_keys] * 2) if for_keys else (attention_backward_q, [of_queries])
     given = [of_queries, of_keys, of_keys, of_queries, *gradients]
     forms = [
-        launching.tile_form(tiles, call.dtype, shape, of_tensor, rows)
+        tile_form(tiles, call.dtype, shape, of_tensor, rows)
         for (shape, rows), of_tensor in zip(given, strides, strict=True)
     ]
     (batch, num_heads, tokens, _), rows = gradients[0]
     num_programs = -(-tokens // rows) * batch * num_heads
-    numbers, options = _numbers(q_shape, k_shape, call.scale), launching.portable_options(tiles, call.products)
-    return launching.Start(kernel, num_programs, [*forms, None, None], numbers, CAUSAL=call.causal, **options)
+    numbers, options = _numbers(q_shape, k_shape, call.scale), portable_options(tiles, call.products)
+    return Start(kernel, num_programs, [*forms, None, None], numbers, CAUSAL=call.causal, **options)
 
 
 class _Numbers(NamedTuple):
@@ -314,6 +323,4 @@ class _Numbers(NamedTuple):
 def _numbers(q_shape: Shape, k_shape: Shape, scale: float) -> _Numbers:
     (_, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q_shape, k_shape
     num_padded = -(-num_queries // WIDEST_TILE) * WIDEST_TILE
-    return _Numbers(
-        num_heads, num_heads // num_kv_heads, num_queries, num_keys, num_padded, scale, launching.base_two(scale)
-    )
+    return _Numbers(num_heads, num_heads // num_kv_heads, num_queries, num_keys, num_padded, scale, base_two(scale))

@@ -6,8 +6,19 @@ import torch
 from torch import Tensor
 
 from ..triton_device import on_device_of
-from . import triton_launch as launching
 from .shapes import refuse_unserved
+from .triton_launch import (
+    ROWS_OF_A_CONSUMER,
+    Call,
+    Start,
+    base_two,
+    hopper_options,
+    num_multiprocessors,
+    portable_options,
+    positive_scale,
+    precision,
+    tile_form,
+)
 from .triton_repeats import Made, in_a_row, kind_of, laid_out_as
 from .triton_schedule import heads_a_group, task_table
 from .triton_tensors import Shape, columns, copy_back, readable, writable
@@ -22,7 +33,7 @@ def triton_forward(
     Takes float32, bfloat16 or float16 of any strides, a head dimension up to 256, and key heads N that divide H. A
     query that sees no key gets zeros and -inf. `tiles` default to the table's.
     """
-    products = launching.precision(q_BHSD.dtype)
+    products = precision(q_BHSD.dtype)
     inputs = q_BHSD, k_BNKD, v_BNKD
     kind = kind_of(_results, inputs, causal, scale, products, tiles)
     o_BHSD, lse_BHS = results = kind.tensors()
@@ -32,7 +43,7 @@ def triton_forward(
     if o_BHSD.numel() == 0 or k_BNKD.shape[2] == 0:
         return o_BHSD.zero_(), lse_BHS.fill_(float("-inf"))
     parts = columns(q_BHSD.shape[-1])
-    positive_q, scale = launching.positive_scale(q_BHSD, scale)
+    positive_q, scale = positive_scale(q_BHSD, scale)
     q, k, v = (readable(x, products) for x in (positive_q, k_BNKD, v_BNKD))
     o = writable(o_BHSD)
     # Copies have other addresses each time.
@@ -40,7 +51,7 @@ def triton_forward(
     tiles = tiles or tiles_for("forward", q, k.shape[2])
     strides = q.stride(), k.stride(), v.stride(), o.stride()
     with on_device_of(q):
-        call = launching.Call(parts, q.dtype, q.device, products, causal, scale)
+        call = Call(parts, q.dtype, q.device, products, causal, scale)
         start, more = _start(tiles, call, q.shape, k.shape, strides)
         rests = (k, v) if tiles.variant == "hopper" and parts.rest else ()
         launch = start(q, k, v, o, lse_BHS, *more, *rests, stream=stream)
@@ -55,8 +66,8 @@ def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor) -> tuple[Made, ...]
 
 @lru_cache(maxsize=256)
 def _start(
-    tiles: Tiles, call: launching.Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, Shape, Shape, Shape]
-) -> tuple[launching.Start, tuple[Tensor, ...]]:
+    tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, Shape, Shape, Shape]
+) -> tuple[Start, tuple[Tensor, ...]]:
     """The kernel, ready to launch on (q, k, v, o, lse) of these strides, and further tensors to pass after them.
 
     With a rest of columns (`Columns`), the Hopper kernel takes k and v again at the end, for tiles of the rest.
@@ -64,13 +75,7 @@ def _start(
     batch, num_heads, num_queries, head_dim = q_shape
     _, num_kv_heads, num_keys, _ = k_shape
     num_tasks = -(-num_queries // tiles.queries) * batch * num_heads
-    numbers: list[float | None] = [
-        num_heads,
-        num_heads // num_kv_heads,
-        num_queries,
-        num_keys,
-        launching.base_two(call.scale),
-    ]
+    numbers: list[float | None] = [num_heads, num_heads // num_kv_heads, num_queries, num_keys, base_two(call.scale)]
     more: tuple[Tensor, ...] = ()
     if tiles.variant == "hopper":
         from .triton_hopper_forward import attention_forward
@@ -85,28 +90,28 @@ def _start(
             tile=tiles.keys,
             together=together,
             causal=call.causal,
-            num_programs=launching.num_multiprocessors(call.device),
+            num_programs=num_multiprocessors(call.device),
             device=call.device,
         )
         more = (tasks,)
         num_programs, row_length = tasks.shape
-        rows = launching.ROWS_OF_A_CONSUMER
+        rows = ROWS_OF_A_CONSUMER
         main, rest = call.parts.main, call.parts.rest
         numbers = [*([] if rest else [None, None]), row_length, *numbers]
         consumers = tiles.queries // rows
-        options = launching.hopper_options(tiles, call.parts, consumers) | {"N": tiles.keys, "NUM_CONSUMERS": consumers}
+        options = hopper_options(tiles, call.parts, consumers) | {"N": tiles.keys, "NUM_CONSUMERS": consumers}
     else:
         from .triton_portable import attention_forward
 
         num_programs, rows, main, rest = num_tasks, tiles.queries, tiles.box, 0
-        options = launching.portable_options(tiles, call.products)
+        options = portable_options(tiles, call.products)
     q, k, v, o = zip((q_shape, k_shape, k_shape, q_shape), strides, strict=True)
     forms = [
-        launching.tile_form(tiles, call.dtype, *q, rows),
-        *(launching.tile_form(tiles, call.dtype, *x, tiles.keys, main) for x in (k, v)),
-        launching.tile_form(tiles, call.dtype, *o, rows),
+        tile_form(tiles, call.dtype, *q, rows),
+        *(tile_form(tiles, call.dtype, *x, tiles.keys, main) for x in (k, v)),
+        tile_form(tiles, call.dtype, *o, rows),
         *[None] * (1 + len(more)),
-        *(launching.tile_form(tiles, call.dtype, *x, tiles.keys, rest) for x in (k, v) if rest),
+        *(tile_form(tiles, call.dtype, *x, tiles.keys, rest) for x in (k, v) if rest),
     ]
-    start = launching.Start(attention_forward, num_programs, forms, numbers, CAUSAL=call.causal, **options)
+    start = Start(attention_forward, num_programs, forms, numbers, CAUSAL=call.causal, **options)
     return start, more

@@ -108,11 +108,7 @@ def phase_table(run: Run, profile: Profile) -> Table:
                 f"{words.kernels_word(profile).removesuffix('s')}.",
             ),
             Column(key="num_kernels", header=words.kernels_word(profile), quantity=_CALLS, rank=3),
-            Column(
-                key="timed_s",
-                header="unprofiled",
-                note="Unprofiled: the median of the phase in the timed steps.",
-            ),
+            Column(key="timed_s", header="unprofiled", note="Unprofiled: the median of the phase in the timed steps."),
             Column(
                 key="agreement",
                 header="busy vs unprofiled",
