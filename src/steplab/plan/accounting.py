@@ -253,10 +253,10 @@ class _Facts:
         without = math.floor(state.value / capacity.value) + 1
         return Question(
             title=title,
-            answer=f"With weights, gradients and optimizer state (S = {format_message(state.value)}) and half of the "
-            f"activations (A = {format_message(activations.value)} for {int(self.tokens.value):,} tokens) sharded, "
-            f"a device holds {expression}: less than the {format_message(capacity.value)} of {self.device.name} from "
-            f"N = {least:,} on.",
+            answer=f"Weights, gradients and optimizer state take S = {format_message(state.value)}, activations "
+            f"A = {format_message(activations.value)} for {int(self.tokens.value):,} tokens. With S and half of A "
+            f"sharded a device holds {expression}: less than the {format_message(capacity.value)} of {self.device.name} "
+            f"from N = {least:,} on.",
             figures=_figures(bound, memory),
             source=_ZERO,
             remarks=(f"Without activations N = {without:,} is enough.",),
