@@ -134,7 +134,6 @@ PAGES = {
                 COLLECTIVES,
                 GLOO,
                 GLOO_TO_1_GB,
-                DATA_PARALLEL,
                 DATA_PARALLEL_CHECKED,
                 ON_CPU,
                 FLASH_IN_PYTORCH,

@@ -13,7 +13,8 @@ from steplab.records.codec import decode, encode
 from steplab.records.disturbances import disturbances
 from steplab.records.rows import run_row
 from steplab.records.run import Run
-from steplab.records.timing import PhaseSamples, Timing
+from steplab.records.timing import PhaseSamples, Timing, Turns
+from steplab.report.turns.document import turns_document
 
 QUIET = (1.0, 1.0, 1.01, 1.0, 0.99, 1.0, 1.0, 1.0, 1.01, 1.0)
 
@@ -66,6 +67,15 @@ def test_a_step_time_that_does_not_settle_is_a_warning() -> None:
 def test_a_gpu_that_waits_for_its_host_is_a_warning() -> None:
     assert words(run_of(lead_s=0.005, cpu=False)) == ["waits for host"]
     assert words(run_of(lead_s=0.02, cpu=False)) == []
+
+
+def test_the_side_that_waits_for_python_is_named_where_steps_alternate() -> None:
+    runs = [
+        dataclasses.replace(run_of(lead_s=lead_s, cpu=False), turns=Turns(session="s", label=label))
+        for label, lead_s in (("A", 0.5), ("B", 0.005))
+    ]
+    (caution,) = turns_document([runs], [[None]], ["1", "2"]).verdict.cautions
+    assert caution.startswith("Warning: in B the GPU waits for Python")
 
 
 @pytest.mark.parametrize(

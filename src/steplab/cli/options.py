@@ -146,8 +146,8 @@ def fields_in(text: str) -> dict[str, object]:
     side = App(name=f"'{text}'", help_flags=(), version_flags=(), result_action="return_value")
 
     @side.default
-    def fields(*, step: StepOptions = StepOptions()) -> dict[str, object]:
-        return step.fields()
+    def fields(*, step: StepOptions = StepOptions(), recipe: Recipe = None) -> dict[str, object]:
+        return step.fields() | ({"recipe": recipe} if recipe else {})
 
     try:
         words = shlex.split(text)

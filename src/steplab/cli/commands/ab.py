@@ -15,7 +15,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, StepOptions
+from steplab.cli.options import OutputOptions, Recipe, StepOptions
 
 
 def ab(
@@ -27,6 +27,7 @@ def ab(
         ),
     ],
     step: StepOptions = StepOptions(),
+    recipe: Recipe = None,
     against: Annotated[
         str | None, Parameter(help="Git revision whose code side A runs; side B runs the working tree's")
     ] = None,
@@ -60,6 +61,7 @@ def ab(
             timeout_s=parse_duration(timeout),
             on_progress=line.alive,
             on_side=lambda label: say(f"preparing {label} …"),
+            recipe=recipe,
             **step.fields(),
         )
     words = [against, "working tree"] if against else ["as given", *sides] if len(sides) == 1 else sides

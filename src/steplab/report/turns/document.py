@@ -5,6 +5,7 @@ from steplab.comparison.turns import over_starts
 from steplab.records.comparison import Ratio
 from steplab.records.rows import Row
 from steplab.records.run import Run
+from steplab.records.timing import waits_for_host
 from steplab.report.kit.document import RESULT, Column, Document, Section, Table, Verdict, row_of
 from steplab.report.kit.quantities import LABEL, Quantity
 from steplab.report.kit.text import why_failed
@@ -37,6 +38,7 @@ def turns_document(
         verdict=Verdict(
             sentences=tuple(_answers(runs, ratios, words, len(starts))),
             cautions=numerics_of_fp8([run.spec.precision for run in runs if run.spec])
+            + tuple(_waiting(runs))
             + ((alternating_caution(alternating),) if alternating else ()),
         ),
         sections=(Section.of("", table), Section.notes(_notes(runs, len(starts)))),
@@ -82,7 +84,7 @@ def _answer(a: str, b: str, ratio: Ratio, num_starts: int) -> str:
     if ratio.decision == "same":
         return f"{b} takes as long as {a}, within {within}: {told}."
     if ratio.decision == "undecided":
-        more = f" About {ratio.more} more turns of each would decide." if ratio.more else ""
+        more = f" About {units.counted(ratio.more, 'more turn')} of each would decide." if ratio.more else ""
         if num_starts > 1:
             more = f" More starts may decide, such as --starts {2 * num_starts}."
         open_ = probably if leaning else f"Not decided whether {b} differs from {a} by more than {within}"
@@ -96,6 +98,12 @@ def _answer(a: str, b: str, ratio: Ratio, num_starts: int) -> str:
 
 def _but(ratio: Ratio) -> str:
     return f"; {ratio.why}" if ratio.why else ""
+
+
+def _waiting(runs: Sequence[Run]) -> Iterator[str]:
+    """The disturbance that the sides do not share, since a change may add launches."""
+    if late := [_label(run) for run in runs if run.timing and waits_for_host(run.timing.back_to_back)]:
+        yield f"Warning: in {units.listed(late)} the GPU waits for Python, so the CPU's speed affects this comparison."
 
 
 def alternating_caution(why: str) -> str:
