@@ -173,7 +173,7 @@ def _ddp_rows(records: Sequence[Record]) -> Sheet:
         if (model := run.model) is None or run.facts is None:
             continue
         row |= {"gradient_bytes": model.gradient_bytes, "link_bytes_per_s": model.bytes_per_s, "call_s": model.call_s}
-        row |= {"best_bucket_mb": round(model.best_bucket_mb, 1), "fit_error": model.worst_fit}
+        row |= {"best_bucket_mb": float(f"{model.best_bucket_mb:.3g}"), "fit_error": model.worst_fit}
         if isinstance(size_mb := row["bucket_mb"], (int, float)):
             link = Link(bytes_per_s=model.bytes_per_s, call_s=model.call_s)
             buckets = buckets_of(model.gradient_bytes, size_mb * 1e6, run.facts.num_tensors)
