@@ -81,17 +81,17 @@ def _category_rows(run: Run, known: Row) -> Iterator[Row]:
 
 
 def _times(some: Sequence[KernelStats], every: Sequence[KernelStats], profile: Profile) -> tuple[float, float | None]:
-    """Seconds per step of some kernels, and their share of those of `every`."""
+    """Seconds per step of the kernels `some`, and their share of the time of `every` kernel (None if that is zero)."""
     total_s, busy_s = (sum(kernel.total_s for kernel in kernels) for kernels in (some, every))
     return total_s / profile.num_steps, total_s / busy_s if busy_s else None
 
 
 _CATEGORY = {"scores": "matmul", "softmax": "softmax", "values": "matmul"}
-"""Category of each part's kernels; others in its range mask, scale and copy."""
+"""By part of attention, the category of kernels that counts. Others in its range mask, scale and copy."""
 
 
 def _attention_rows(run: Run, known: Row) -> Iterator[Row]:
-    """Rows of forward's attention."""
+    """One row per part of attention in the forward pass."""
     for kernels, profile in ((kernels, profile) for phase, kernels, profile in _phases(run) if phase == "forward"):
         for part, category in _CATEGORY.items():
             own = [each for each in kernels if each.range.endswith(f"attention.{part}") and each.category == category]

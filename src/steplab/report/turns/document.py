@@ -28,7 +28,8 @@ def turns_document(
 ) -> Document:
     """Compare alternating runs with the first of them.
 
-    `each` has the ratios of each start, `words` the user's names of the runs.
+    `starts` has the runs of each start of their processes, `each` the ratios in it. `words` are the user's names of the
+    runs.
     """
     runs, ratios = starts[-1], over_starts(each)
     table = _table(starts, each, ratios, words)
@@ -65,7 +66,7 @@ def _answers(
 
 
 def leaning_word(ratio: Ratio) -> str:
-    """slower or faster, if the whole interval is so, but not beyond the threshold; else empty."""
+    """slower or faster, if the whole interval is on that side of 1 but not beyond the threshold; else empty."""
     if ratio.why or ratio.low is None or ratio.high is None:
         return ""
     slower, faster = ratio.decision == "undecided" and ratio.low > 1, ratio.decision == "not higher" and ratio.high < 1
