@@ -40,8 +40,8 @@ class Room:
 
 
 def choose_checkpointing(spec: StepSpec, gpu: HardwareSpec | None = None) -> Chosen:
-    """Choose for `gpu`, by default this machine's; without one, recompute nothing. Raises UserError if the step does
-    not fit even with full checkpointing, or its memory is unpredictable.
+    """Choose the step's checkpointing for `gpu`, by default this machine's; without a GPU, recompute nothing. Raises
+    UserError if the step does not fit even with full checkpointing, or its memory is unpredictable.
     """
     if spec.checkpointing != AUTO:
         return Chosen(spec=spec)
