@@ -33,7 +33,9 @@ class Chosen:
 class Room:
     gpu: str
     usable_bytes: int
+    """A step that needs no more surely runs."""
     most_bytes: int
+    """A step that needs more does not fit."""
 
     def holds(self, predicted: MemoryPrediction) -> bool:
         return _safe_bytes(predicted) <= self.usable_bytes

@@ -35,6 +35,7 @@ _LEAST_TRIAL_S = 1.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
     share: float
+    """Predicted saving, as a share of the step time."""
     source: str
     """Source of the prediction: a kind of finding, `plan time` or `plan layout`."""
 

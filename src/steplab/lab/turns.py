@@ -44,6 +44,8 @@ _MOST_ROUNDS = 2.5
 
 
 class StoredSession:
+    """A Session that stores the run of each side that leaves."""
+
     def __init__(self, session: Session, store: Store, name: str) -> None:
         self.session = session
         self._store, self._name = store, name

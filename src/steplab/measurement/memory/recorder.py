@@ -49,7 +49,7 @@ class MemoryRecorder:
             raise Unsupported(f"memory on device {device.torch_device.type}", why, "use --device cpu")
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run two steps and record the second. Returns notes; the marks name gaps."""
+        """Run two steps and record the second. Returns no notes: they are in the marks."""
         if isinstance(step, GraphedStep):
             step = step.launched()
         device = self._device.torch_device
