@@ -38,8 +38,8 @@ class MemoryRecorder:
     num_steps = 1
 
     def __init__(self, spec: StepSpec, device: Device, *, snapshot: Path, marks: Path) -> None:
-        """`snapshot` is in torch's CUDA format, `marks` in records.memory_marks'. Raises Unsupported if the allocator
-        reports nothing.
+        """Files to write: `snapshot` in torch's CUDA format, `marks` in that of records.memory_marks. Raises
+        Unsupported if the allocator reports nothing.
         """
         self._spec, self._device, self._snapshot, self._marks = spec, device, snapshot, marks
         self._on_cuda = device.torch_device.type == "cuda"
