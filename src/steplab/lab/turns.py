@@ -103,8 +103,9 @@ class StoredSession:
             session.resume()
 
     def gain(self, before: Side, after: Side, threshold: float = LEAST_GAIN) -> Ratio | None:
-        """Time ratio of the second side to the first; None if one failed. `threshold`: smallest saving that counts, as
-        a share; with a new process per turn, the larger spread between processes replaces it.
+        """Time ratio of the second side to the first; None if one failed. `threshold`: smallest difference that counts,
+        as a share. With a new process per turn, SEPARATE replaces it, because equal steps differ that much between
+        processes.
         """
         if before.run is None or after.run is None or before.failure or after.failure:
             return None
