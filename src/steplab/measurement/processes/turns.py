@@ -93,8 +93,8 @@ class Session:
         self._end_spare()
 
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Side:
-        """Build and warm up; a failure is the side's. Raises UserError (or the process's SteplabError) for an
-        impossible step.
+        """Build and warm up a side's step; if that fails, the side has the failure. Raises UserError (or the process's
+        SteplabError) for an impossible step.
         """
         refuse_planning_only(spec.model)
         side = Side(label=label, spec=spec, surroundings=surroundings)
@@ -137,13 +137,13 @@ class Session:
             self._alternating_turns(sides, steps)
 
     def resume(self) -> None:
-        """Processes wait for turns again once a side that did not fit has left. Those ended for it restart with their
-        next turn.
+        """Return from a process per turn to processes that wait, once a side that did not fit has left. Processes ended
+        for it restart with their next turn.
         """
         self.alternating = None
 
     def leave(self, side: Side) -> Run:
-        """End a side; returns its record, maybe a failure. Can be called again after an interruption."""
+        """End a side's process, and return its record, maybe a failure. Can be called again after an interruption."""
         _end(side)
         if side in self._sides:
             self._sides.remove(side)
