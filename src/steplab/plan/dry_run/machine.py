@@ -253,7 +253,7 @@ class Machine:
     ) -> Tensor:
         """Register that x became `output`; one operator, which reads the output's gradient and `kept`, is its backward.
 
-        what: of the gradient; '': the gradient of x.
+        what: description of the gradient; '': 'gradient of' and x's description.
         """
         like = (x.count, x.dtype, what or f"gradient of {x.what}")
         node = self.node(
