@@ -23,7 +23,7 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
     if profile.device != "cuda":
         return None
     calls = [call for call in profile.host_calls if _counts(call)]
-    # Reading a number back is a copy and a synchronisation, and one wait.
+    # Reading a number back makes two calls, a copy and a synchronisation, but waits only once.
     copies = sum(call.calls for call in calls if _COPY.search(call.name))
     count = max(copies, sum(call.calls for call in calls) - copies) / profile.num_steps
     if count < 1:
