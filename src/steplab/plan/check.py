@@ -44,6 +44,7 @@ def _that_waited(runs: Sequence[Run]) -> set[str]:
 
 
 Predicted = tuple[StepTimePrediction, int | None]
+"""(time, peak bytes; None: unknown)"""
 
 
 def _gpu_named(device_name: str) -> Gpu:

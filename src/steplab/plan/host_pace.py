@@ -29,6 +29,7 @@ class PhaseCell:
     measured_s: float
     parts: tuple[TimePart, ...]
     step: tuple[TimePart, ...]
+    """Predicted GPU time of the whole step; `parts`: of this phase."""
     replayed: bool
 
     @property

@@ -74,6 +74,8 @@ class OverRanks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
+    """A traced model as one tensor-parallel rank holds it: weights, sizes and communication."""
+
     num_layers: int
     embedding: tuple[Weight, ...]
     """Weights before the blocks, including weights shared with the head."""
