@@ -45,8 +45,9 @@ class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def row_lengths(self) -> tuple[int, int]:
-        """Elements of a row in memory, of the first matrix and of the result. The second matrix has one of the same
-        lengths.
+        """Elements of a row in memory, of the first matrix and of the result.
+
+        The second matrix's rows have one of these two lengths.
         """
         return self.m if self.transposed else self.k, self.n
 

@@ -34,7 +34,7 @@ class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
 
 @cache
 def gradients_of_products() -> GradientsOfProducts:
-    """The one shared pass, so that torch.compile sees the same options for all functions."""
+    """The shared Inductor graph pass: one object for all functions, so that torch.compile sees equal options."""
     return GradientsOfProducts()
 
 
