@@ -34,7 +34,7 @@ class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
 
 @cache
 def gradients_of_products() -> GradientsOfProducts:
-    """The graph pass, one object for all compiled functions, so that torch.compile gets equal options for all."""
+    """The shared Inductor graph pass: one object for all functions, so that torch.compile sees equal options."""
     return GradientsOfProducts()
 
 
