@@ -12,7 +12,6 @@ from steplab.comparison.turns import chained
 from steplab.errors import Remark, UserError, warn_caller
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import checked_name, keep, open_store
-from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step
 from steplab.lab.outlook import Attempt, Candidate, Outlook, now, step_s, waited
 from steplab.lab.profiling import profile
@@ -267,7 +266,6 @@ def advise(
     the next measurement, `on_tried` each tried change. An interrupted search is stored too. Raises UserError for an
     unmeasurable step.
     """
-    refuse_torchrun("walk")
     if unknown := set(opt_in).difference(OPT_IN):
         raise UserError(f"opt_in '{min(unknown)}' is not known; choose one of {', '.join(OPT_IN)}")
     given = {"steps": STEPS, **fields} if not isinstance(spec, StepSpec) else fields

@@ -47,6 +47,7 @@ class StoredSession:
     """A Session that stores the run of each side that leaves."""
 
     def __init__(self, session: Session, store: Store, name: str) -> None:
+        refuse_torchrun("alternate steps")
         self.session = session
         self._store, self._name = store, name
         self._chosen: dict[Side, tuple[str, ...]] = {}
@@ -161,7 +162,6 @@ def ab(
     matters, as a share. `timeout_s` limits each warm-up and turn. Raises UserError if a step cannot be measured, or
     differs from the others in steps or device.
     """
-    refuse_torchrun("alternate")
     if against and sides:
         raise UserError("with another revision both sides have the same options; leave out the others, or `against`")
     if not against and not sides:
