@@ -180,8 +180,8 @@ class Walk:
         self._look_at_best()
 
     def _built(self, label: str, spec: StepSpec, words: str, *, by_itself: bool = False) -> Any:
-        """Start a step's process. If each turn needs a new process, `by_itself` measures the step at once. Raises
-        UserError if the device refuses the step.
+        """Start a step's process. Where each turn has a process of its own, none starts yet; `by_itself` then measures
+        the step now, alone. Raises UserError if the device refuses the step.
         """
         self.on_change(words)
         side = self.taking.enter(label, spec)
@@ -203,8 +203,8 @@ class Walk:
         that does not fit counts as failed: with a new process per turn, noise would hide small gains.
         """
         ratios = [attempt.ratio for attempt in self.outlook.attempts if attempt.ratio]
-        alternates = not ratios or any(ratio.threshold > LEAST_GAIN for ratio in ratios)
-        self.taking.seek_gain(before, after, self.steps, most_s=most_s, clock=self.clock, alternates=alternates)
+        apart = not ratios or any(ratio.threshold > LEAST_GAIN for ratio in ratios)
+        self.taking.seek_gain(before, after, self.steps, most_s=most_s, clock=self.clock, apart=apart)
 
     def _make_room(self) -> None:
         for change in self.outlook.changes(self.start.spec) if _lacks_memory(self.start) else ():

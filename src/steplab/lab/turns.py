@@ -76,13 +76,13 @@ class StoredSession:
         return side
 
     def seek_gain(
-        self, before: Side, after: Side, steps: int, *, most_s: float, clock: Callable[[], float], alternates: bool
+        self, before: Side, after: Side, steps: int, *, most_s: float, clock: Callable[[], float], apart: bool
     ) -> None:
         """Alternate two sides until their difference is clear, or a saving is ruled out; at most `steps` of each in a
         series.
 
         An undecided ratio gets more series, for `most_s` seconds or _MOST_ROUNDS times the first series, if that is
-        longer. Without `alternates`, a second side that does not fit in memory next to the first fails.
+        longer. Without `apart`, a second side that does not fit in memory next to the first fails.
         """
 
         def is_open(threshold: float) -> bool:
@@ -95,11 +95,11 @@ class StoredSession:
             return rounds >= FEWEST and not is_open(_PLAIN)
 
         session, began_s = self.session, clock()
-        session.measure((before, after), steps, is_enough=is_enough, alternates=alternates)
+        session.measure((before, after), steps, is_enough=is_enough, apart=apart)
         most_s = max(most_s, _MOST_ROUNDS * (clock() - began_s))
         while clock() - began_s < most_s and not session.alternating and is_open(LEAST_GAIN):
-            session.measure((before, after), steps, alternates=alternates)
-        if session.alternating and not alternates:
+            session.measure((before, after), steps, apart=apart)
+        if session.alternating and not apart:
             after.failure = Failure(kind="out_of_memory", message=f"with the fastest step: {session.alternating}")
             session.resume()
 

@@ -49,7 +49,9 @@ class RankTimes:
 
     @property
     def drift(self) -> float:
-        """Median of `best_s` over the smallest of `thirds_s`; clearly above 1, times changed during the measurement."""
+        """Median of all samples over the smallest median of a third of them: clearly above 1 if times changed
+        meanwhile.
+        """
         return drift(self.best_s)
 
     def problems(self) -> Iterator[Problem]:

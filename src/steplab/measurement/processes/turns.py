@@ -113,12 +113,13 @@ class Session:
         steps: int,
         *,
         is_enough: Callable[[int], bool] = lambda rounds: False,
-        alternates: bool = True,
+        apart: bool = True,
     ) -> None:
         """Measure `steps` further steps of each side, alternately; a failed side is measured no further.
 
         `is_enough` gets the number of rounds after each and ends the measurement, except with a process per turn.
-        Without `alternates`, sides that do not fit together are measured no further. Raises as `enter`.
+        Sides that do not fit in memory together, or have several processes, get a process per turn; without `apart`,
+        no more turns. Raises as `enter`.
         """
         self._await_spare()  # it would disturb the measurement
         while not self.alternating:
@@ -133,7 +134,7 @@ class Session:
                 return
             for side, run in zip(sides, before, strict=True):
                 side.run = run  # the turns are taken again, in other processes
-        if alternates:
+        if apart:
             self._alternating_turns(sides, steps)
 
     def resume(self) -> None:
