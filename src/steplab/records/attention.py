@@ -166,7 +166,13 @@ BOTH = "Both: forward + backward."
 PASS_TIMES: tuple[Figure[AttentionCell], ...] = tuple(map(_time, PASSES))
 PASS_RATES: tuple[Figure[AttentionCell], ...] = (
     *map(_rate, PASSES),
-    Figure(key="first_call_s", header="first call", find=lambda cell: cell.first_call_s, rank=3),
+    Figure(
+        key="first_call_s",
+        header="first call",
+        note="First call: the first forward and the first forward + backward, compilation included.",
+        find=lambda cell: cell.first_call_s,
+        rank=3,
+    ),
 )
 MEMORY: tuple[Figure[AttentionCell], ...] = (
     Figure(
@@ -180,6 +186,7 @@ MEMORY: tuple[Figure[AttentionCell], ...] = (
     Figure(
         key="forward_peak_bytes",
         header="peak, forward",
+        note="Peak, forward: without autograd.",
         find=lambda cell: getattr(cell.memory, "forward_peak_bytes", None),
         rank=1,
     ),

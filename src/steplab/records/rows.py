@@ -45,7 +45,7 @@ def benchmark_row(run: Benchmark[Any], kind: str, figures: Figures, step: Step |
 
 
 DESCRIPTION: Figure[Any] = Figure(
-    key="description", header="description", shared="{}", rank=3, folds=True, find=lambda run: run.study.name
+    key="description", header="study", shared="study {}", rank=3, folds=True, find=lambda run: run.study.name
 )
 
 

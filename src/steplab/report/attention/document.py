@@ -134,11 +134,12 @@ def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> It
 
 
 def _over(comparisons: Sequence[_Comparison]) -> str:
-    counts = {len(one.speeds) for one in comparisons}
+    counts, s = {len(one.speeds) for one in comparisons}, "s" if len(comparisons) > 1 else ""
+    interval = f", 95 % interval{s}" if any(one.bounds for one in comparisons) else ""
     if max(counts) == 1:
-        return "at 1 shape, 95 % interval"
+        return f"at 1 shape{interval}"
     shapes = units.counted(max(counts), "shape") if len(counts) == 1 else "the shapes that both kernels ran"
-    return f"geometric mean{'s' if len(comparisons) > 1 else ''} of {shapes}"
+    return f"geometric mean{s} of {shapes}{interval}"
 
 
 def _with_error(one: _Comparison) -> str:
@@ -146,7 +147,7 @@ def _with_error(one: _Comparison) -> str:
         return _times(one.mean)
     low, high = one.bounds
     off = max(high - one.mean, one.mean - low, 0.01)
-    if len(one.speeds) == 1 or off > _WIDE * one.mean:
+    if (len(one.speeds) == 1 and _times(low) != _times(high)) or off > _WIDE * one.mean:
         return f"{_times(one.mean)} ({_times(low)} to {_times(high)})"
     return f"{_times(one.mean)} ± {off:.2f}"
 

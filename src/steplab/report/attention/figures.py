@@ -160,7 +160,7 @@ def by_shape(
         for name in columns
         for column in (
             Column(key=name, header=name, quantity=quantity),
-            Column(key=f"{name} ratio", header="×", quantity=TIMES, rank=1, note=ratio_note),
+            Column(key=f"{name} ratio", header="speed", quantity=TIMES, rank=1, note=ratio_note),
         )
     ]
     return Table(name="shapes", columns=(*_SHAPE, *by_implementation), rows=tuple(rows.values()), caption=caption)
@@ -194,9 +194,11 @@ def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> 
         return None if cell is peers.get(cell.spec.shape) else speed(cell, peers, name)
 
     caption = f"Median time of {PASS_WORDS[name]}."
+    if len(cells) < len(columns) * len({cell.spec.shape for cell in cells}):
+        caption += " –: not in this benchmark."
     if any(scatter(cell, name) > SCATTERED for cell in cells):
         caption += f" ~ marks a median whose interquartile range exceeds {SCATTERED:.0%} of it."
-    return by_shape(cells, time, TIME, caption, ratio=ratio, ratio_note=f"×: speed relative to {peer}.")
+    return by_shape(cells, time, TIME, caption, ratio=ratio, ratio_note=f"Speed: relative to {peer}.")
 
 
 def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | None:
@@ -255,7 +257,7 @@ def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Se
     measured = [row for row in rows if row["saved_bytes"] is not None or row["forward_peak_bytes"] is not None]
     if measured:
         known = [row for row in rows if row in measured or row["status"] == "out_of_memory"]
-        yield Section.of("Memory beyond the inputs", table("memory", MEMORY, known, "Bytes beyond the inputs.", RESULT))
+        yield Section.of("Memory beyond the inputs", table("memory", MEMORY, known, "Bytes beyond the inputs and the output's gradient.", RESULT))
     checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
     caption = "Multiples of the error of plain attention in the same type."
     yield Section.of("Error against float64", table("errors", ERRORS, checked, caption))

@@ -158,4 +158,5 @@ def _allocations(run: Run, profile: MemoryProfile) -> Iterator[Section]:
     told = words.residual_sentence(run, profile)
     table = allocation_table(run, alive, words.smaller_sentence(profile))
     yield Section.of("Largest allocations alive at the peak" if alive else "Sizes", told, table)
-    yield Section.of("Large allocations not alive at the peak", allocation_table(run, others), folded=True)
+    gone = allocation_table(run, others, "total: over the whole step, not at one time.")
+    yield Section.of("Largest allocations not alive at the peak", gone, folded=True)

@@ -132,20 +132,20 @@ def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None =
 def phase_table(run: Run, profile: MemoryProfile) -> Table:
     counted = {peak.phase: peak.peak_allocated_bytes for peak in run.memory.peaks} if run.memory else {}
     rows = tuple(
-        {"phase": phase, "peak_bytes": peak_bytes, "unwatched_bytes": counted.get(phase)}
+        {"phase": phase, "peak_bytes": peak_bytes, "unrecorded_bytes": counted.get(phase)}
         for phase, peak_bytes in profile.phase_peaks.items()
     )
-    unwatched = "Unwatched is the allocator's own peak with each phase run alone, without recording."
+    unrecorded = "Unrecorded: the allocator's own peak in other steps, synchronised around each phase."
     return Table(
         name="phases",
         columns=(
             Column(key="phase"),
             Column(key="peak_bytes", header="peak"),
             Column(key="peak_bytes", header="bytes", quantity=NUMBER, rank=2),
-            Column(key="unwatched_bytes", quantity=NUMBER, rank=1),
+            Column(key="unrecorded_bytes", quantity=NUMBER, rank=1),
         ),
         rows=rows,
-        caption=unwatched if any(row["unwatched_bytes"] is not None for row in rows) else "",
+        caption=unrecorded if any(row["unrecorded_bytes"] is not None for row in rows) else "",
     )
 
 

@@ -10,7 +10,7 @@ from steplab.report.kit.quantities import TIME
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.one_run import phase_names
 
-_COMPILED = "Where there is compile time, an earlier step did this."
+_COMPILED = "A compiled run did most of this in the step that compiles, before its first step here."
 
 
 def first_steps_table(cells: Sequence[RunCell]) -> Table:
@@ -50,8 +50,8 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table:
             ),
             Column(key="id", header="record", rank=3),
         ),
-        caption="second half: median over that half of all steps. + forward: its extra time in the first step, which "
-        "loads kernels, chooses algorithms, fills the allocator and makes the optimizer's state.",
+        caption="second half: the median step of that half. + forward: its extra time in the first step, which loads "
+        "kernels, chooses algorithms, fills the allocator and makes the optimizer's state.",
     )
 
 

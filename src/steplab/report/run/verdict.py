@@ -130,7 +130,7 @@ def _warmup_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
     few, many = max(ends, key=lambda pair: fmean(pair[0].run.samples_s) / fmean(pair[1].run.samples_s))
     told = label(few, [name for name in fields if name in _NAMED])
     means = [
-        f"{units.format_time(fmean(cell.run.samples_s))} ± {units.format_time(stdev(cell.run.samples_s))} after "
+        f"{units.format_time(fmean(cell.run.samples_s))} (SD {units.format_time(stdev(cell.run.samples_s))}) after "
         f"{units.counted(int(cell.values['warmup'] or 0), 'warm-up step')}"
         for cell in (few, many)
     ]
