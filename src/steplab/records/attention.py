@@ -163,16 +163,11 @@ def _rate(name: str) -> Figure[AttentionCell]:
 
 
 BOTH = "Both: forward + backward."
+_FIRST_CALL = "First call: the first forward and the first forward + backward, compilation included."
 PASS_TIMES: tuple[Figure[AttentionCell], ...] = tuple(map(_time, PASSES))
 PASS_RATES: tuple[Figure[AttentionCell], ...] = (
     *map(_rate, PASSES),
-    Figure(
-        key="first_call_s",
-        header="first call",
-        note="First call: the first forward and the first forward + backward, compilation included.",
-        find=lambda cell: cell.first_call_s,
-        rank=3,
-    ),
+    Figure(key="first_call_s", header="first call", find=lambda cell: cell.first_call_s, rank=3, note=_FIRST_CALL),
 )
 MEMORY: tuple[Figure[AttentionCell], ...] = (
     Figure(

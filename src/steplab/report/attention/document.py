@@ -147,7 +147,7 @@ def _with_error(one: _Comparison) -> str:
         return _times(one.mean)
     low, high = one.bounds
     off = max(high - one.mean, one.mean - low, 0.01)
-    if (len(one.speeds) == 1 and _times(low) != _times(high)) or off > _WIDE * one.mean:
+    if len(one.speeds) == 1 or off > _WIDE * one.mean:
         return f"{_times(one.mean)} ({_times(low)} to {_times(high)})"
     return f"{_times(one.mean)} ± {off:.2f}"
 
@@ -190,7 +190,7 @@ def _absent_package(cell: AttentionCell) -> str | None:
 
 def _cautions(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
     timed = [cell for cell in cells if cell.samples(name)]
-    noisy = [cell for cell in timed if figures.scatter(cell, name) > SCATTERED]
+    noisy = [cell for cell in timed if figures.scatters(cell, name)]
     if noisy:
         yield (
             f"Warning: in {len(noisy)} of {units.counted(len(timed), 'timed cell')} the middle half of the samples "

@@ -160,7 +160,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         for count in one_run.WARMUP_COUNTS
         for column in (
             Column(key=f"{count}_s", header=f"after {count}"),
-            Column(key=f"{count}", header="vs median", quantity=TIMES, rank=1, note="vs median: of the run."),
+            Column(key=f"{count}", header="ratio", quantity=TIMES, rank=1, note="Ratio: to the median step."),
         )
     ]
     if len(cells) > 1:
