@@ -19,8 +19,7 @@ def verdict(comparison: compared.Comparison) -> Verdict:
     causes = [*(_where(change) for change in comparison.kernels[:_NAMED])]
     causes += [memory_words(change) for change in comparison.memory[:1]]
     told = (f"Largest differences: {'; '.join(causes)}.",) if causes else ()
-    sentences = (_answer(comparison), *_differing(comparison), *told)
-    return Verdict(sentences=sentences, cautions=tuple(_cautions(comparison)))
+    return Verdict(sentences=(_answer(comparison), *_unlike(comparison), *told), cautions=tuple(_cautions(comparison)))
 
 
 def _answer(comparison: compared.Comparison) -> str:
@@ -58,11 +57,9 @@ def _answer(comparison: compared.Comparison) -> str:
     return f"No difference: {units.listed([figure_words(figure) for figure in comparison.deciding])}."
 
 
-def _differing(comparison: compared.Comparison) -> Iterator[str]:
+def _unlike(comparison: compared.Comparison) -> Iterator[str]:
     if comparison.allowed and not _are_the_same(comparison):
-        fields, more = comparison.allowed[:_NAMED], len(comparison.allowed) - _NAMED
-        others = f"; and {units.counted(more, 'more field')}" if more > 0 else ""
-        yield f"They differ in {'; '.join(map(unlike_words, fields))}{others}."
+        yield f"They differ in {'; '.join(map(unlike_words, comparison.allowed))}."
     if rates := [figure_words(rate) for _, rate in _rates_of_other_steps(comparison)]:
         yield f"Throughput: {units.listed(rates[:_NAMED])}."
 

@@ -40,9 +40,7 @@ def memory_verdict(run: Run, prediction: MemoryPrediction | None = None, referen
 def _peak(profile: MemoryProfile) -> str:
     where = f", in {profile.peak_phase}" if profile.peak_phase else ""
     text = f"The peak is {units.format_bytes(profile.peak_bytes)}{where}"
-    if not figures.has_owners(profile):
-        return f"{text}."
-    parts = sorted(figures.parts(profile), key=lambda part: -part.num_bytes)
+    parts = sorted(figures.parts(profile), key=lambda part: -part.num_bytes) if figures.has_owners(profile) else []
     told = [part for part in parts if part.share >= _WORTH_TELLING][:_MOST_PARTS]
     if not told:
         return f"{text}."

@@ -105,8 +105,7 @@ def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
 def smaller_sentence(profile: MemoryProfile) -> str | None:
     asked = profile.peak_bytes - profile.at_peak.get("rounding", 0)
     size = asked - figures.allocated_bytes(made for made in profile.largest if made.at_peak)
-    held = f"Smaller allocations, which the record leaves out, hold {units.format_bytes(size)} of the peak."
-    return held if size > 0 else None
+    return f"Smaller allocations, not in the record, hold {units.format_bytes(size)}." if size > 0 else None
 
 
 def saved_sentences(profile: MemoryProfile) -> Iterator[str]:

@@ -170,7 +170,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         name="warmup",
         columns=tuple(columns),
         rows=tuple(rows),
-        caption="After N: mean of as many steps as the run measured, without the first N and without compile time.",
+        caption="After N: mean of the steps after the first N, as many as the run measured; without compile time.",
     )
 
 
