@@ -125,7 +125,13 @@ def notes_of(cells: Iterable[AttentionCell]) -> list[str]:
 
 
 _SHAPE = (
-    Column(key="shape", header="B×H×S×D", shared="{} (batch, heads, sequence, dimension)", wraps_from=14),
+    Column(
+        key="shape",
+        header="B×H×S×D",
+        shared="{} (batch, heads, sequence, dimension)",
+        wraps_from=14,
+        note="B×H×S×D: batch, heads, sequence, dimension.",
+    ),
     Column(key="mask", shared="{}"),
     Column(key="dtype", header="type", shared="{}"),
 )
