@@ -56,7 +56,7 @@ def _fits(run: Run, profile: MemoryProfile, prediction: MemoryPrediction | None)
     if profile.reserved_bytes is None or profile.outside_bytes is None:
         return
     taken = profile.reserved_bytes + profile.outside_bytes
-    text = f"With the allocator's cache and memory outside it, the step took {units.format_bytes(taken)}"
+    text = f"With the allocator's cache and memory outside the allocator, the step took {units.format_bytes(taken)}"
     text += f" of the device's {units.format_bytes(total)}" if total else ""
     least = figures.smallest_card(prediction) if prediction else None
     if least:
