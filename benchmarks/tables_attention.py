@@ -6,9 +6,8 @@ from dataclasses import replace
 from benchmarks.tables import RESULTS, read, table
 
 from steplab.records.attention import AttentionCell, AttentionRun
-from steplab.report.attention.figures import PASS_WORDS, by_shape
+from steplab.report.attention.figures import PASS_WORDS, shape_label
 from steplab.report.kit.document import Table
-from steplab.report.kit.quantities import LABEL
 from steplab.specs.attention import PASSES, AttentionSpec
 
 OURS = "flash_triton"
@@ -32,7 +31,12 @@ def attention() -> Iterator[Table]:
     """Times of the newest comparison with peers."""
     newest = _newest(read(RESULTS / "attention_h200_202611.jsonl.gz", AttentionRun))
     told = f"record {newest.id} of {newest.created_utc[:10]} {newest.created_utc[11:16]} UTC"
-    yield by_shape(newest.cells, _time_of_both, LABEL, f"Forward and backward, milliseconds; {told}.")
+    told_of = {(cell.spec.shape, cell.spec.column): _time_of_both(cell) for cell in newest.cells}
+    shapes, columns = (tuple(dict.fromkeys(names)) for names in zip(*told_of, strict=True))
+    rows = (
+        (shape_label(shape, shapes), *(told_of.get((shape, column)) or "–" for column in columns)) for shape in shapes
+    )
+    yield table(("B×H×S×D", *columns), rows, ("B×H×S×D",), f"bf16. Forward and backward, milliseconds; {told}.")
 
 
 def attention_bounds() -> Iterator[str | Table]:
