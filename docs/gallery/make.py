@@ -168,7 +168,7 @@ _SHOWN: dict[str, dict[str, list[Any]]] = {
     "What changes without": {},
     "What does bf16 save": {"context": [128, 512]},
     "How does the peak grow": {},
-    "How long does plain attention": {"queries": [256, 1024, 4096, 16384]},
+    "How long does plain attention": {"queries": [256, 2048, 16384]},
     "And over widths": {"queries": [128, 1024, 16384]},
     "How long does an all-reduce": {},
     "Buckets of 1": {},
