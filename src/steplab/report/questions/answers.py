@@ -282,7 +282,8 @@ class _View:
         failed = [row for row in rows if row.get("status", "ok") != "ok"]
         if failed and all(column.value != "failure" for column in question.columns):
             why = (
-                f"{self._called(row)} ({reason(str(row['status']), str(row.get('failure') or ''))})" for row in failed
+                f"{self._called(row)} ({reason(str(row['status']), str(row.get('failure') or ''), 50)})"
+                for row in failed
             )
             named += f" Failed: {'; '.join(why)}."
         timed = any(column.value.endswith("_s") for column in question.columns)
