@@ -154,7 +154,7 @@ def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -
     assert figures.hidden(beside(0.099, 0.0)) == 1.0, "a step cannot hide more than there is"
     assert figures.hidden(beside(0.104, 0.1)) is None, "10 ms to either side, of 10 ms"
     for noise, explained in ((0.0, True), (0.1, False)):
-        assert ("Hidden is" in render_ddp(dataclasses.replace(run, cells=(beside(0.104, noise),)))) == explained
+        assert ("Hidden:" in render_ddp(dataclasses.replace(run, cells=(beside(0.104, noise),)))) == explained
     bounds = sure(figures.exposed_range_s(beside(0.104, 0.1)))
     assert bounds[0] < 0 < 0.004 < bounds[1]
 

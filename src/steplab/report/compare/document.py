@@ -15,7 +15,7 @@ _GROUPS = {
     "speed": "Rates",
     "memory": "Memory",
     "category": "Memory at the peak by category",
-    "kernels": "Kernels by category, in one profiled step",
+    "kernels": "Kernels by category, per profiled step",
     "communication": "Communication",
 }
 _WORSE, _BETTER, _OPEN = 2, 1, 7
@@ -44,9 +44,7 @@ def compare_document(comparison: Comparison) -> Document:
 
 def _group(comparison: Comparison, group: str, title: str, *, explained: bool) -> Section:
     found = [figure for figure in comparison.figures if figure.group == group]
-    caption = "Medians." if group == "time" else ""
-    if comparison.in_turns and group == "time":
-        caption += f" {RATIO_IN_TURNS}"
+    caption = "Medians." + f" {RATIO_IN_TURNS}" * comparison.in_turns if group == "time" else ""
     columns = _COLUMNS if explained else tuple(replace(column, note="") for column in _COLUMNS)
     return Section.of(title, Table.of(group, found, columns, caption))
 
@@ -82,10 +80,10 @@ _COLUMNS = (
         header="95 % interval",
         value=lambda figure: interval_words(figure.ratio),
         note="The interval is a bootstrap interval of the ratio of medians, B / A; bytes are exact, single times have "
-        "no interval. Phases, rates and reserved memory do not decide.",
+        "no interval. Phases, rates and reserved memory do not enter the verdict.",
     ),
     Column(key="p", quantity=LABEL, value=_p, note="p: Mann-Whitney test; the interval must agree."),
-    Column(key="decision", value=_decision),
+    Column(key="decision", value=_decision, note="Higher, lower: by more than the threshold; same: by less."),
 )
 
 

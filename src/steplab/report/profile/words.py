@@ -9,7 +9,7 @@ from steplab.report.profile.attention import part_of, work_of
 from steplab.report.profile.figures import TOLERANCE, Span, TopKernel, passes, shown_categories, top_kernels, whole
 from steplab.report.profile.roofline import find_roofs
 
-_PROFILED = "The profiler slows the host, so only shares, kernels and gaps count here."
+_PROFILED = "The profiler slows Python: rely on kernel times and shares here, not on step times or waits."
 _MOST_CATEGORIES = 3
 
 
@@ -152,7 +152,7 @@ def softmax_sentence(run: Run, profile: Profile) -> str | None:
     product = work_of([op for op in ops if part_of(op) == "scores" and op.category == "matmul"], run, profile, roofs)
     if not (soft.flops and product.flops and soft.intensity and product.intensity):
         return None
-    times = f"{soft.time_s / product.time_s:.2f} times the {units.format_time(product.time_s)} of scores' matmul"
+    times = f"{soft.time_s / product.time_s:.2f} times the {units.format_time(product.time_s)} of the scores' matmul"
     return (
         f"Softmax takes {units.format_time(soft.time_s)} of {phase}, {times}, with 1/{product.flops / soft.flops:.0f} "
         f"of its FLOPs: it does {units.three_digits(soft.intensity)} FLOP for each byte it moves, the matmul "
