@@ -99,7 +99,7 @@ def _with_masters(finding: Finding, case: Case, weights_s: float) -> Finding | N
         finding,
         fields=fields,
         note=(
-            "the update stays in fp32, as under autocast: masters and moments are fp32; in your own code: masters = "
+            "the numerics stay autocast's: masters, moments and update are fp32; in your own code: masters = "
             "bf16_with_masters(model) and OneKernelAdamW(..., masters=masters), of steplab.ops.adamw"
         ),
         saves_s=weights_s,

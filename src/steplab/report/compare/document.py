@@ -129,13 +129,13 @@ def _sides(comparison: Comparison) -> Iterable[tuple[str, str]]:
 def _title(side: Side) -> str:
     if len(side.names) != 1 or side.names[0] == side.told:
         return side.told
-    return f"{short_name(side.names[0])}, {side.told}"
+    return f"'{short_name(side.names[0])}', {side.told}"
 
 
 def _side(side: Side) -> str:
     ids = ", ".join(side.ids[:5]) + (f" and {len(side.ids) - 5} more" if len(side.ids) > 5 else "")
     if len(side.names) == 1:
-        ids = f"{short_name(side.names[0])}: {ids}"
+        ids = f"'{short_name(side.names[0])}': {ids}"
     commits = f", measured at commit {', '.join(side.commits)}" if side.commits else ""
     return f"{units.counted(len(side.ids), 'record')} ({ids}){commits}"
 

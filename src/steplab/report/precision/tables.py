@@ -112,10 +112,10 @@ _COUNTS = (
     Column(key="num_overflowed", header="overflowed", quantity=NUMBER),
     Column(key="num_zero", header="zero", quantity=NUMBER, rank=2),
     Column(key="num_underflowed", header="underflowed", quantity=NUMBER),
-    Column(key="underflowed_share", header="underflowed share", quantity=SHARE, rank=1),
+    Column(key="underflowed_share", header="share", quantity=SHARE, rank=1),
     Column(key="num_below_range", header="below range", quantity=NUMBER, rank=4),
     Column(key="num_subnormal", header="subnormal", quantity=NUMBER),
-    Column(key="subnormal_share", header="subnormal share", quantity=SHARE, rank=1),
+    Column(key="subnormal_share", header="share", quantity=SHARE, rank=1),
     Column(key="largest", quantity=Quantity(lambda value: f"{value:.4g}"), rank=3),
 )
 
@@ -157,7 +157,7 @@ def loss_table(audit: Audit) -> Table:
 def scaling_table(scaling: LossScaling) -> Table:
     return Table(
         name="loss_scaling",
-        columns=(Column(key="loss_scale", header="loss ×", quantity=NUMBER), *_COUNTS),
+        columns=(Column(key="loss_scale", header="loss scale", quantity=NUMBER), *_COUNTS),
         rows=tuple(
             {"loss_scale": int(scale) if scale >= 1 else scale, **_counts(elements)}
             for scale, elements in _by_scale(scaling)
