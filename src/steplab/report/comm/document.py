@@ -246,9 +246,7 @@ def _way_of_timing(cell: CommCell) -> str:
 
 
 def _profile(profile: Sequence[CommFit]) -> Table:
-    caption = (
-        "Time of a call = latency α + β · bytes on the wire (+ γ · ranks, where all world sizes are fitted together)."
-    )
+    caption = "Call time = latency α + β · bytes on the wire (+ γ · ranks, where all world sizes are fitted together)."
     if any(fit.rms_relative is not None for fit in profile):
         caption += (
             " Residual: the root mean square of the fit's relative errors. Worst: the largest of them, positive where "

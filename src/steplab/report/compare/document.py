@@ -7,6 +7,7 @@ from steplab.report.compare.words import interval_words, kernel_words, memory_wo
 from steplab.report.kit.document import Bar, Bars, Column, Document, Pairs, Row, Section, Segment, Table, row_of
 from steplab.report.kit.labels import short_name
 from steplab.report.kit.quantities import LABEL, in_unit
+from steplab.report.run.columns import CONVENTIONS
 from steplab.report.turns.document import RATIO_IN_TURNS
 
 _GROUPS = {
@@ -44,7 +45,9 @@ def compare_document(comparison: Comparison) -> Document:
 
 def _group(comparison: Comparison, group: str, title: str, *, explained: bool) -> Section:
     found = [figure for figure in comparison.figures if figure.group == group]
-    caption = "Medians." + f" {RATIO_IN_TURNS}" * comparison.in_turns if group == "time" else ""
+    used = [(key.replace("_", " "), how) for key, how in CONVENTIONS.items()]
+    told = "; ".join(f"{name}, {how}" for name, how in used if any(f"({name})" in figure.name for figure in found))
+    caption = f"Medians.{f' {RATIO_IN_TURNS}' * comparison.in_turns}" if group == "time" else told and f"FLOPs: {told}."
     columns = _COLUMNS if explained else tuple(replace(column, note="") for column in _COLUMNS)
     return Section.of(title, Table.of(group, found, columns, caption))
 
@@ -89,9 +92,7 @@ _COLUMNS = (
 
 def _picture(figures: Iterable[ComparedFigure]) -> Section:
     rated = [(figure.b / figure.a - 1, figure) for figure in figures if figure.a > 0 and figure.a != figure.b]
-    largest = sorted(rated, key=lambda pair: (not pair[1].decides, not _is_decided(pair[1]), -abs(pair[0])))[
-        :_MOST_BARS
-    ]
+    largest = sorted(rated, key=lambda p: (not p[1].decides, not _is_decided(p[1]), -abs(p[0])))[:_MOST_BARS]
     bars = tuple(_bar(change, figure) for change, figure in largest)
     legend = (
         (_WORSE, "■", "B is worse"),

@@ -312,17 +312,16 @@ def ddp_cell_line(cell: DdpCell) -> str:
 def _sections(run: DdpRun) -> Iterator[document.Section]:
     yield document.Section.of("Exposed communication", exposed_bars(run), document.Sentences.of(facts(run), "note"))
     rows = figures.ddp_rows(run)
-    copies = (
-        " peer_copy: steplab's copies between GPUs." if any(row["transport"] == "peer_copy" for row in rows) else ""
-    )
+    copies = " peer_copy: steplab's copies between GPUs." * any(row["transport"] == "peer_copy" for row in rows)
     yield document.Section.of(
         "Time and communication",
         _table("time", figures.time_figures(run), rows, f"Medians of the slowest rank.{copies}", document.RESULT),
     )
     yield document.Section.of("Bucket size", document.later(bucket_curve, run), document.Sentences.of(model_words(run)))
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
+    no_moment = " Overlapped updates have no moment before the update." * any(r["update"] == "overlapped" for r in held)
     yield document.Section.of(
-        "Memory per rank", memory_bars(run), _table("memory", figures.MEMORY, held, _MEMORY_CAPTION)
+        "Memory per rank", memory_bars(run), _table("memory", figures.MEMORY, held, _MEMORY_CAPTION + no_moment)
     )
     yield document.Section.of("One step of each strategy", document.later(timelines, run))
     yield document.Section.notes(notes_of(run))

@@ -78,9 +78,7 @@ def time_sentence(run: Run, profile: Profile) -> str:
     def part(seconds: float) -> str:
         return f"{units.format_time(seconds)} ({_share(seconds, step.window_s)})"
 
-    waits = (
-        f", waits for the host {part(step.host_bound_s)} and is otherwise idle" if has_host(profile) else " and idle"
-    )
+    waits = f", waits for the CPU {part(step.host_bound_s)} and is otherwise idle" if has_host(profile) else " and idle"
     return (
         f"Under the profiler a step takes {units.format_time(step.window_s)}: the {device_word(profile)} is busy "
         f"{part(step.busy_s)}{waits} {part(step.idle_s)}."
