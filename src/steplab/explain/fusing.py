@@ -134,10 +134,7 @@ def _gain(case: Case, fusing: Fusing) -> tuple[float | None, str]:
     if case.profile.compiled is not None:
         told = f"By a dry run (sizes only), eager and fused by Inductor, compiling leaves {leaves} of the kernels."
     else:
-        told = (
-            f"In steps recorded on an H200, compiling left at most {leaves} of the kernels. This record has no "
-            "dry run, which would predict this step's own shares."
-        )
+        told = f"No dry run was recorded. In steps on an H200, compiling left at most {leaves} of the kernels."
     if fusing.products_s > 0:
         told += f" The compiler pads products with the vocabulary, which saves {format_time(fusing.products_s)}."
     if case.step_s is None or not is_launch_bound(case):

@@ -67,8 +67,7 @@ def model_words(run: DdpRun) -> Iterator[str]:
         "Model: s bytes of gradients in n buckets, with bandwidth w and overhead o per call, take n·o + s/w alone. "
         "Overheads and the last bucket are exposed: n·o + s/(n·w), least for buckets of sqrt(s·w·o). Here s = "
         f"{units.format_message(model.gradient_bytes)}, w = {units.format_rate(model.bytes_per_s, 'B/s')}, "
-        f"o = {units.format_time(model.call_s)}: the model's best bucket size is {model.best_bucket_mb:.3g} MB"
-        f"{measured}."
+        f"o = {units.format_time(model.call_s)}: the model's best bucket is {model.best_bucket_mb:.3g} MB{measured}."
     )
 
 
