@@ -215,7 +215,7 @@ def _added(cell: DdpCell) -> str:
 
 
 def _against(winner: DdpCell, theirs: DdpCell, compared: Sequence[DdpCell]) -> str:
-    """Example: 'That is 0.30 of the 17.1 ms (16.2 ms to 18.0 ms) that …', or a remark that the intervals overlap."""
+    """Example: 'That is 30.0 % of the 17.1 ms (95 % interval …) that …', or a remark that the intervals overlap."""
     sizes = sum(cell.contender.kind == "torch_ddp" for cell in compared)
     at = f"at {'its best bucket size, ' if sizes > 1 else ''}{theirs.contender.bucket_size_mb:g} MB"
     added_s, theirs_s = figures.exposed_s(winner) or 0.0, figures.exposed_s(theirs) or 0.0
@@ -224,7 +224,7 @@ def _against(winner: DdpCell, theirs: DdpCell, compared: Sequence[DdpCell]) -> s
         return f"torch DDP adds {_added(theirs)} {at}."
     if own and other and own[1] >= other[0]:
         return f"That is within the uncertainty of the {_added(theirs)} that torch DDP adds {at}."
-    return f"That is {added_s / theirs_s:.2f} of the {_added(theirs)} that torch DDP adds {at}."
+    return f"That is {units.format_percent(added_s / theirs_s)} of the {_added(theirs)} that torch DDP adds {at}."
 
 
 def _hidden(cell: DdpCell) -> Iterator[str]:
