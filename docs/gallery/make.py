@@ -160,7 +160,7 @@ def make(name: str, folder: Path = HERE) -> Path:
 
 _PICTURES = (
     "Pictures: memory over [forward alone](memory_forward.svg) and [a step](memory_bf16.png), "
-    "[data-parallel steps](ddp_timelines.png), [collectives](comm_time.png). "
+    "[data-parallel steps](ddp_timelines.png) under the profiler, [collectives](comm_time.png). "
     "`python docs/gallery/make.py questions` makes the page with all of them."
 )
 _SHOWN: dict[str, dict[str, list[Any]]] = {
@@ -168,7 +168,7 @@ _SHOWN: dict[str, dict[str, list[Any]]] = {
     "What changes without": {},
     "What does bf16 save": {"context": [128, 512]},
     "How does the peak grow": {},
-    "How long does plain attention": {"queries": [256, 16384]},
+    "How long does plain attention": {"queries": [256, 1024, 4096, 16384]},
     "And over widths": {"queries": [128, 1024, 16384]},
     "How long does an all-reduce": {},
     "Buckets of 1": {},
@@ -197,7 +197,9 @@ def _few(block: object, shown: Mapping[str, list[Any]]) -> Table | None:
         return None
     rows = (row for row in block.rows if all(row[key] in values for key, values in shown.items()))
     common, *told = block.caption.split(". ")
-    return replace(block, rows=tuple(rows), caption=". ".join([common, *(s for s in told if s.startswith("Doubtful"))]))
+    return replace(
+        block, rows=tuple(rows), caption=". ".join([common, *(s for s in told if s.startswith(("Doubtful", "Failed")))])
+    )
 
 
 def _made(page: Page, target: Path) -> Path:

@@ -101,7 +101,7 @@ __all__ = [*_HOMES, "__version__"]
 
 
 class _Package(ModuleType):
-    """Keeps functions when a folder of the same name is imported, such as steplab.explain."""
+    """Class of this module: it keeps a function, such as steplab.explain, when the folder of its name is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):

@@ -16,7 +16,7 @@ from steplab.parallel.errors import UserError as ParallelError
 
 
 class SteplabError(Exception):
-    """A failure, told in one line."""
+    """A failure; its message is one line."""
 
     exit_code = 1
 
@@ -28,7 +28,7 @@ class UserError(SteplabError):
 
 
 def meant(name: str, known: Collection[str]) -> str:
-    """End of an error about an unknown name: the closest known one, else all."""
+    """End of an error message about an unknown name: the closest known name, else all known names."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
 
@@ -77,7 +77,9 @@ class Unsupported(UserError):
 
 UNSUPPORTED = (Unsupported, UnsupportedByOps, UnsupportedByParallel)
 ERRORS = (SteplabError, OpsError, ParallelError)
-"""Exceptions with a message for the user; steplab.ops and steplab.parallel have their own, to be liftable."""
+"""Exceptions with a message for the user. steplab.ops and steplab.parallel define their own, because they import
+nothing else of steplab and can be copied into other projects.
+"""
 
 
 def own_error(error: Exception) -> SteplabError:

@@ -1,7 +1,7 @@
 """Runs git in the working folder without running programs that its repository names.
 
-An untrusted repository can name file monitors, hooks, content filters and fetchers. Settings of the user and the system
-still apply, where git distinguishes them.
+An untrusted repository can name file monitors, hooks, content filters and fetchers. Filters that the user or the system
+configured still run; monitors, hooks and fetchers never do.
 """
 
 import os
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 _SAFE = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "safe.bareRepository=explicit")
 _VARIABLES = {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
-"""Keep git from fetching, even if it ignores GIT_NO_LAZY_FETCH, and from writing."""
+"""Environment that keeps git from fetching, even a version without GIT_NO_LAZY_FETCH, and from writing."""
 _NO_SUCH_SETTING = 1
-"""Exit code of `git config` without a match."""
+"""Exit code of `git config` if no setting matches."""
 
 
 def git(*arguments: str, timeout_s: float | None = 5.0) -> str:

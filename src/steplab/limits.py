@@ -1,6 +1,6 @@
-"""Limits on one outside file, so that none takes the machine's memory or hours.
+"""Limits on reading one file of unknown origin, so that it cannot exhaust the machine's memory or take hours.
 
-They are far above what programs write; see `docs/reliability.md`.
+Files that programs write stay far below them; see `docs/reliability.md`.
 """
 
 import os
@@ -18,4 +18,4 @@ RECORD_BYTES = 256 * MIB
 
 
 class LimitReached(Exception):
-    """A file exceeds a limit; the message follows the file's name."""
+    """A file exceeds a limit; callers put the file's name before the message."""

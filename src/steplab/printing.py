@@ -13,7 +13,7 @@ _STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u
 paragraph separators, annotation marks and surrogate halves.
 """
 MARK = "written by steplab"
-"""Text near the beginning of steplab's files, which allows replacing them (lab.files)."""
+"""Text near the beginning of files that steplab wrote; such files may be overwritten (lab.files)."""
 _LONGEST = 1500
 """Longest message in characters; a message may quote a whole argument or line."""
 _JSON = ("json", "jsonl")
@@ -53,7 +53,7 @@ def text_of(value: object) -> str:
 
 
 def say(text: str) -> None:
-    """Print a harmless message on stderr.
+    """Print a message on stderr, made safe by `remark`.
 
     A failed write raises nothing: the reader may be gone (`2>&1 | head -1`) or the disk full.
     """

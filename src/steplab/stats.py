@@ -52,7 +52,7 @@ def medians_of_thirds(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def drift(samples: Sequence[float]) -> float:
-    """Median divided by the smallest median of a third; 1 below nine samples.
+    """Median of all samples divided by the smallest of the thirds' medians; 1 for fewer than nine samples.
 
     A disturbance that began or ended during the measurement raises it.
     """
@@ -124,10 +124,10 @@ def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 
 
 def steady_from(samples: Sequence[float], tolerance: float = _STEADY_TOLERANCE) -> int | None:
-    """Index of the first step with a steady step time, or None if it never settles.
+    """Index of the first step with a steady step time; None if it never settles, or for fewer than four samples.
 
-    Steady means within `tolerance` of the second half's median: step k, in the first half, and every median of three
-    consecutive steps from k on, which ignores single hiccups. At least four samples.
+    Steady means within `tolerance`, a share, of the second half's median. Step k, in the first half, must be so, and
+    every median of three consecutive steps from k on, which ignores single hiccups.
     """
     if len(samples) < FEWEST_FOR_STEADY:
         return None

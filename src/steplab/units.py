@@ -79,7 +79,7 @@ def format_count(count: float) -> str:
 
 
 def format_message(size_bytes: float) -> str:
-    """Decimal units without trailing zeros: 1 MB, 2.5 kB, 640 B."""
+    """Size of a communication's message, in decimal units without trailing zeros: 1 MB, 2.5 kB, 640 B."""
     for prefix, scale in _DECIMAL:
         if abs(size_bytes) >= scale:
             digits = three_digits(size_bytes / scale)
@@ -93,7 +93,7 @@ def format_percent(share: float) -> str:
 
 
 def format_limit(share: float) -> str:
-    """A percentage as chosen, such as a threshold: 0.02 -> '2 %', 0.025 -> '2.5 %'."""
+    """A percentage without trailing zeros, for thresholds that users choose: 0.02 -> '2 %', 0.025 -> '2.5 %'."""
     return f"{100 * share:g} %"
 
 
@@ -157,7 +157,10 @@ def _within(number: _Number, below: float, text: str, what: str) -> _Number:
 
 
 def _number(text: str, suffixes: Mapping[str, int | str]) -> Decimal:
-    """The number times its longest suffix, exactly: as a float, 1.001 kB is not whole. -1 for no finite number."""
+    """The number times the factor of its longest suffix; -1 if the text is no finite number.
+
+    Decimal, because as a float 1.001 kB would not be a whole number of bytes.
+    """
     number = text.strip()
     suffix = max(filter(number.endswith, suffixes), key=len, default="")
     try:

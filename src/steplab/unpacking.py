@@ -12,14 +12,14 @@ from steplab.limits import LimitReached
 from steplab.units import MIB, format_bytes
 
 OnProgress = Callable[[int, int], None]
-"""Gets the bytes read and the file's size."""
+"""(bytes of the file read so far, its size in bytes), called at each read."""
 
 GZIP_MAGIC, XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
 _INPUT_BYTES = 1 << 18
 _SMALL_BYTES = 64 * MIB
 """Most bytes that `small_file` returns."""
 _UNPACKER_BYTES = 256 * MIB
-"""Most memory for decompression; an xz file states its need."""
+"""Most memory for decompressing an xz file, which states how much it needs."""
 
 
 def unwatched(done_bytes: int, size_bytes: int) -> None:
@@ -139,7 +139,7 @@ def small_file(path: Path) -> bytes:
 
 
 class _Gzip:
-    """A gzip stream with the interface of LZMADecompressor, which keeps the input beyond `max_length` itself."""
+    """A gzip stream with LZMADecompressor's interface: it keeps input that `max_length` left, for the next call."""
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj(wbits=31)  # its window is 32 KiB

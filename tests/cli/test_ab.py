@@ -66,6 +66,12 @@ def test_the_exit_code_is_that_of_compare(
     assert ("probably faster" in " ".join(result.stdout.split())) == ("not higher" in decisions)
 
 
+def test_one_side_may_take_the_recipe(steplab: Program) -> None:
+    result = steplab("ab", "--recipe fast", *tiny(), "--starts", "1")
+    assert result.code == 3, result.stderr
+    assert {row["attention"] for row in steplab.rows()} == {"plain", "sdpa"}
+
+
 # --- another revision -------------------------------------------------------------------------------------
 
 

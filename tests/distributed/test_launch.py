@@ -201,6 +201,7 @@ def test_cells_that_had_ended_are_stored_however_joined_ranks_end(steplab: Progr
     [
         (("run", "--layout", "dp=4"), "torchrun started 2 processes, but layout dp=4 takes 4"),
         (("study", "quick"), "torchrun started 2 processes, and each would measure the whole study"),
+        (("ab", "--precision bf16"), "torchrun started 2 processes, and each would alternate steps"),
     ],
 )
 def test_another_number_of_processes_than_torchrun_started_is_refused(

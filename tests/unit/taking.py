@@ -57,7 +57,7 @@ class FakeSession:
         steps: int,
         *,
         is_enough: Callable[[int], bool] = lambda rounds: False,
-        alternates: bool = True,
+        apart: bool = True,
     ) -> None:
         if any(side.failure for side in sides):
             return  # as a session does, which measures no side by itself

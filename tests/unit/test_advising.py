@@ -198,8 +198,8 @@ class CrowdedSession(FakeSession):
             self.alternating = "the device's memory does not hold all of them at once"
         return super().enter(label, spec, *further)
 
-    def measure(self, sides: Any, steps: int, *, alternates: bool = True, **options: Any) -> None:
-        assert not (self.alternating and alternates)
+    def measure(self, sides: Any, steps: int, *, apart: bool = True, **options: Any) -> None:
+        assert not (self.alternating and apart)
         if not self.alternating:
             super().measure(sides, steps, **options)
 

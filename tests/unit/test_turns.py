@@ -188,7 +188,7 @@ def test_sides_wait_again_once_the_one_that_did_not_fit_has_left(device: Device)
         ids = [side.run.id for side in (first, second) if side.run]
         third = session.enter("C", specs(3)[0])
         assert session.alternating
-        session.measure([first, third], 10, alternates=False)
+        session.measure([first, third], 10, apart=False)
         assert [context for context, _ in device.order] == [1, 2, 2, 1] * 5
         assert session.leave(third).failure is not None
         session.resume()

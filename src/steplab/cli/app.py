@@ -74,7 +74,7 @@ _FREE_SPACE = "free some space, or set TMPDIR to a folder on another disk, and t
 _NARROWEST = 20
 """Smallest width in columns to draw help in: rich never finishes `--help` in one or two."""
 _MISSPELT = 0.8
-"""Smallest similarity, from 0 to 1, to suggest this command's option for another command's, as --gpus for --gpu."""
+"""Least similarity, from 0 to 1, at which this command's option is suggested for another's: --gpu for --gpus."""
 _OF_THE_MACHINE = {
     errno.ENOSPC: _FREE_SPACE,
     errno.EDQUOT: _FREE_SPACE,

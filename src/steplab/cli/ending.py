@@ -16,7 +16,7 @@ TIDYING_S = 3.0
 
 
 class Ending:
-    """The request to end the program, and its signal."""
+    """Turns the first signal that asks the program to end into a KeyboardInterrupt, and remembers its number."""
 
     def __init__(self) -> None:
         self.number: int = signal.SIGINT

@@ -68,8 +68,8 @@ def step_fields(without: Collection[str]) -> list[StepField]:
 
 
 class GivenFields(Options):
-    """Options given for a step, or for a benchmark, whose cells are all combinations. specs.resolve fills in the
-    others.
+    """Fields of a step or benchmark that were given as options; specs.resolve fills in the others. If options list
+    several values, a benchmark has a cell for each combination.
     """
 
     declared: ClassVar[tuple[StepField, ...]]
@@ -106,7 +106,7 @@ class GivenFields(Options):
         super().__init_subclass__()
 
     def fields(self, without: Collection[str] = ()) -> dict[str, object]:
-        """Values by field name. Raises UserError for a list of values."""
+        """Given values by field name, except fields in `without`. Raises UserError if an option has several values."""
         given = {field: value for field, value in self._given(self.declared).items() if field.key not in without}
         for field, value in given.items():
             if "," in value and not field.about.parse:
@@ -135,7 +135,7 @@ def parts_of(text: str) -> list[str]:
 
 
 class StepOptions(GivenFields, declared=FIELDS.values()):
-    """The measured step. `sweep` takes lists: --context 128,256."""
+    """Options for the measured step. `sweep` takes lists: --context 128,256."""
 
 
 def fields_in(text: str) -> dict[str, object]:
@@ -210,7 +210,7 @@ class OutputOptions(FileOptions):
 
 
 class PageOptions(FileOptions):
-    """Output options of commands that also write pages. If --output is a folder, its report.md is written."""
+    """Output options of commands that also write pages. If --output is a folder, a file `report` is written in it."""
 
     in_folder: ClassVar[bool] = False
     output: Annotated[
@@ -219,8 +219,8 @@ class PageOptions(FileOptions):
     format: Annotated[PageFormat | None, Parameter(help=_FORMAT_HELP, group=_OUTPUT)] = None
 
     def __post_init__(self) -> None:
-        """Replace a folder by a file in it. A path that does not exist is a folder if it has no suffix and --format is
-        not a single file's.
+        """Replace a folder by the file `report` in it, with the format's suffix, by default .md. A path that does not
+        exist counts as a folder if it has no suffix, unless --format always writes a single file.
         """
         named = self.output
         if named and (named.is_dir() or not (named.suffix or named.exists() or self.format in _ONE_FILE)):

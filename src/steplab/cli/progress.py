@@ -166,7 +166,7 @@ class ProgressLine:
     def _foretell(self, progress: Progress) -> None:
         """After the first step, estimate the remaining time, unless it is short.
 
-        A GPU step counts as over once Python has launched it; the estimate is then too short to show.
+        A GPU step counts as over once Python has launched it. An estimate from launches alone is too short to be shown.
         """
         if progress.done == 0:
             self._stage_began_s = time.monotonic()

@@ -52,7 +52,7 @@ def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOpti
 def _list_jobs(study: StudySpec, resume: bool, out: OutputOptions | PageOptions) -> int:
     most = max(one.gpus for one in (study, *study.includes))
     needs = f"; they need {counted(most, 'GPU')}" if most else ""
-    jobs = jobs_of(fitted(study, MOST_PROCESSES))  # as if there were GPUs for all of it
+    jobs = jobs_of(fitted(study, MOST_PROCESSES))  # as on a machine with enough GPUs
     listed, told = jobs, f"{counted(len(jobs), 'measurement')}, none made"
     if resume:
         listed = missing_jobs(study, store=out.store)

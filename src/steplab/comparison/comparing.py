@@ -51,7 +51,8 @@ def whole_key(record: Record, cell: MeasuredCell) -> Row:
 
 
 def _flash_triton(env: Environment | None) -> Row:
-    """Kernels behind flash_triton, as a condition. Records without that field had Hopper's only with Triton 3.6."""
+    """The kernels that flash_triton launched, as a condition. Older records do not name them: with Triton 3.6 on a
+    Hopper they were Hopper's, else the portable ones."""
     if env is None or env.device.kind != "cuda" or env.triton is None:
         return {}
     had_hopper = env.device.compute_capability == "9.0" and env.triton.startswith("3.6.")
@@ -216,7 +217,7 @@ class _Pair:
 
     @property
     def in_turns(self) -> list[tuple[Run, Run]]:
-        """Pairs of runs that alternated, one per fresh start; empty unless every run is in a pair."""
+        """Pairs of runs that alternated, one pair per start of their processes; empty unless every run is in a pair."""
         starts = [(a, b) for a in self.a.runs for b in self.b.runs if took_turns(a, b)]
         return starts if len(starts) == len(self.a.runs) == len(self.b.runs) else []
 

@@ -57,8 +57,8 @@ def compare_samples(
 
     `in_turns`: blocks i of A and B ran next to each other. `threshold`: the smallest difference that matters, as a
     fraction; None: `IN_TURNS`, or `SEPARATE` below `FEWEST` processes. `num_decided`: number of ratios that share the
-    probability of a false alarm. `margin`: logarithmic difference between separate starts on the machine, the least
-    half width with one process per side.
+    probability of a false alarm. `margin`: expected difference between the logarithms of medians of two starts on the
+    machine; below `FEWEST` processes per side, the interval extends at least so far on both sides.
 
     Raises ValueError for a side without samples, a sample that is not positive, or unpaired turns.
     """

@@ -36,7 +36,7 @@ def ratio_in_turns(
 ) -> Ratio | None:
     """Ratio of samples of two alternating runs, one per step; None without neighbouring turns.
 
-    Of the run that began first, only turns around the other's count.
+    Of the run that began first, turns count only from just before the other's first turn to just after its last.
     """
     assert a.turns is not None
     assert b.turns is not None
@@ -86,7 +86,10 @@ def chained(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def over_starts(each: Sequence[Sequence[Ratio | None]]) -> tuple[Ratio | None, ...]:
-    """For each compared step, its ratio over the starts that have one; `each` has a list of ratios per start."""
+    """Combine the ratios of several starts, step by step; None for a step without a ratio.
+
+    `each`: for each start, a list of ratios, one per compared step.
+    """
     sides = ([ratio for ratio in side if ratio] for side in zip(*each, strict=True))
     return tuple(of_starts(found) if found else None for found in sides)
 
@@ -155,8 +158,8 @@ starts on an overloaded CPU.
 
 
 def start_margin(runs: Sequence[Run]) -> float:
-    """Largest expected logarithmic difference to another start on these machines. 0 for quiet ones, whose starts differ
-    by less than the default threshold."""
+    """Largest expected difference between the logarithms of median step times of two starts on these machines. 0 for
+    undisturbed ones, whose starts differ by less than the default threshold."""
     return max((_margin(run) for run in runs), default=0.0)
 
 

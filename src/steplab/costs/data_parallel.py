@@ -17,8 +17,9 @@ A call's o may be exposed, on SMs that the backward pass would use, or in Python
 with buckets of s / n* = sqrt(s w o) bytes. With o = 0 no size would be best, so a fit with o = 0 is rejected. Neither
 formula includes the slowdown of concurrent computation.
 
-**Copies between GPUs** take memory bandwidth, but no SMs. Each of N ranks reads (N - 1)/N s to send, and as many bytes
-land; the means read s and write s/N; home copies read and write (N - 1)/N s again. So each GPU moves through its memory
+**Copies between GPUs** take memory bandwidth, but no SMs. Each of N ranks reads (N - 1)/N s to send, and receives as
+many bytes. Averaging reads s and writes s/N. Sending the averages back to all ranks reads and writes (N - 1)/N s again.
+So each GPU moves through its memory
 
     m = (5N - 3)/N s.
 

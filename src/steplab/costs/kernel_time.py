@@ -45,8 +45,9 @@ class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def row_lengths(self) -> tuple[int, int]:
-        """Elements of a row in memory, of the first matrix and of the result. The second matrix has one of the same
-        lengths.
+        """Elements of a row in memory, of the first matrix and of the result.
+
+        The second matrix's rows have one of these two lengths.
         """
         return self.m if self.transposed else self.k, self.n
 
@@ -92,7 +93,7 @@ def product_s(product: Product, dtype: str, gpu: Gpu) -> float:
     Multiprocessors process the result's tiles in waves. The fastest of the usual tiles is assumed, with split-K if that
     fills the last wave better.
     """
-    rates, size = product_rates(dtype, gpu), _item_bytes(dtype)
+    rates, size = product_rates(dtype, gpu), {"fp32": 4, "tf32": 4, "fp8": 1}.get(dtype, 2)
     num_sms = gpu.multiprocessors
     per_sm = gpu.peaks[dtype] * rates.peak_share / (num_sms or 1)
     bandwidth = gpu.bandwidth_bytes_per_s * rates.bandwidth_share
@@ -156,10 +157,6 @@ def attention_s(
     flops_per_element = 4 * (BACKWARD_FLOPS if backward else 1)  # two products forward, five backward
     work = scores.batch * scores.m * keys * flops_per_element * (head_columns(scores.k) + rates.softmax_width)
     return rates.fixed_s + work / (gpu.peaks[dtype] * rates.peak_share)
-
-
-def _item_bytes(dtype: str) -> int:
-    return {"fp32": 4, "tf32": 4, "fp8": 1}.get(dtype, 2)
 
 
 def has_own_rates(precision: str, gpu: Gpu) -> bool:

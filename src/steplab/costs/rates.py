@@ -93,6 +93,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     replayed_gap_s: float
     """Idle seconds between two kernels of a replayed CUDA graph."""
     product_factor: float
+    """Factor on the time of a matmul or of attention measured alone; `streaming_factor`: of all others."""
     streaming_factor: float
     throttle_from: float
     """Share of the tensor cores' peak, over the whole step, above which the power limit lowers the clock."""
@@ -124,6 +125,7 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str
     source: str
     until_utc: str
+    """Time of the last record in the fit."""
     held_out: dict[str, list[str]] = {}
     """Values by field of StepSpec; steps with one of them are left out of the fit, for checking."""
     products: dict[str, ProductRates]
@@ -150,6 +152,7 @@ class Gpu:
     """Number of SMs. If None (unknown), tiles are assumed to fill all waves."""
     rates: GpuRates
     is_fitted: bool
+    """True if `rates` were fitted to this GPU's own records, False if they are another GPU's."""
     sources: tuple[str, ...]
     is_stated: bool = True
     """True if peaks and bandwidth are a data sheet's, False if inferred from measured peaks."""
@@ -241,7 +244,8 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
 def measured_gpu(name: str, matmul_flops_per_s: Mapping[str, float], copy_bytes_per_s: float) -> Gpu:
     """A device without a data sheet, from `steplab doctor`'s measurements of large matmuls and a large copy.
 
-    Its peaks and bandwidth are these figures divided by borrowed shares.
+    Its peaks and bandwidth are these figures divided by the shares of stated peaks and bandwidth that kernels reach on
+    the first fitted GPU.
     """
     rates = fitted_rates()[0]
     others = rates.products["bf16"].peak_share

@@ -7,7 +7,7 @@ from steplab.specs.resolve import command
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.20
-"""Least share of the step with costs independent of the batch; doubling the batch then saves a tenth per token."""
+"""Least share of the step whose time does not grow with the batch; doubling the batch then saves a tenth per token."""
 
 FACTORS = (8, 4, 2)
 """Candidate multiples of the batch size; the largest fitting one is proposed."""

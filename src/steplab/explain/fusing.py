@@ -34,8 +34,8 @@ class Fusing:
     products_s: float
     """Device seconds saved in matrix products, from padding the vocabulary and a changed clock."""
     gaps_s: float
-    """Seconds between launched kernels: at most microseconds per kernel, and at most the unprofiled step's time outside
-    kernels."""
+    """Idle seconds between queued kernels: at most `_LONGEST_GAP_S` per kernel, and at most the unprofiled step's time
+    outside kernels."""
     num_kernels: float
 
     @property
@@ -125,7 +125,8 @@ def fusable_elementwise(case: Case) -> Finding | None:
 
 
 def _gain(case: Case, fusing: Fusing) -> tuple[float | None, str]:
-    """Seconds saved and their derivation; None on a CPU. For a launch-bound step, launches decide."""
+    """Seconds saved and their derivation; None on a CPU. A launch-bound step is assumed to
+    last as long as its launches, or as the device's work if that is longer."""
     if not case.is_gpu:
         why = "The gain from compiling is known only for CUDA GPUs; on a CPU compiling may also cost time."
         return None, why

@@ -23,7 +23,7 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
     if profile.device != "cuda":
         return None
     calls = [call for call in profile.host_calls if _counts(call)]
-    # Reading a number back is a copy and a synchronisation, and one wait.
+    # Reading a number back makes two calls, a copy and a synchronisation, but waits only once.
     copies = sum(call.calls for call in calls if _COPY.search(call.name))
     syncs = sum(call.calls for call in calls) - copies
     count = max(copies, syncs) / profile.num_steps
@@ -99,7 +99,8 @@ def _counts(call: HostCallStats) -> bool:
 
 
 def _idle_after_s(case: Case, of: set[str]) -> float:
-    """Idle seconds in the phases of such calls and in their next phases; at most the unprofiled step's idle time."""
+    """The GPU's waits for launches in the phases `of`, and in the phase after each: seconds per step, at most the
+    unprofiled step's idle time."""
     phases = [phase.phase for phase in case.profile.phases]
     after = {phases[(number + 1) % len(phases)] for number, name in enumerate(phases) if name in of}
     if of - set(phases):  # nothing ran on the device in that phase, so the next step idles

@@ -18,7 +18,7 @@ CONSIDERABLE = 0.01
 """Least saving as a share of the step; small, because the change is one word."""
 
 _FUSED_ON = ("cuda", "cpu")
-"""Devices with fused optimizers in torch. A CPU is excluded: its operators count as kernels."""
+"""Devices for which torch has fused optimizers. On a CPU, operators are counted instead of kernels."""
 _IN_CODE = "torch.optim.AdamW(..., fused=True)"
 _NOT_FUSED = ("adamw_loop", "adamw_foreach")
 _SMALL = ("elementwise", "optimizer", "reduction", "other")

@@ -1,7 +1,7 @@
-"""Finds a compiled model's operators and memory by AOTAutograd and the min-cut partitioner on fake tensors.
+"""Finds a compiled model's memory by AOTAutograd and the min-cut partitioner on fake tensors.
 
 As with Inductor, only results and inputs of matmuls and fused attention, and a graph's outputs, are in memory; all else
-is fused. Neither CUDA nor dynamo is needed. Values that Python reads would end a graph, and are refused.
+is fused. Neither CUDA nor dynamo is needed. Reading a tensor's value in Python would end a graph, and is refused.
 """
 
 import itertools
@@ -69,7 +69,7 @@ class _Runner:
     def call(self, module: nn.Module, function: Callable[..., Any], kind: object, *args: Any, **kwargs: Any) -> Any:
         """Run function(*args, **kwargs) of a module as compiled code.
 
-        kind: modules of one kind share their graphs; (): only this module.
+        kind: modules of an equal kind share graphs; (): this module shares with no other.
         """
         leaves, tree = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, Tensor)]
@@ -114,7 +114,7 @@ class _Runner:
 
 
 def _recomputation_marked() -> AbstractContextManager[None]:
-    """Mark the operators that checkpointing recomputes for the partitioner, as dynamo does
+    """Mark operators that checkpointing recomputes, so that the partitioner knows them, as dynamo does
     (torch._higher_order_ops.wrap)."""
     numbers, module = itertools.count(), cast(Any, checkpoint)
     before = module._checkpoint_without_reentrant_generator

@@ -22,11 +22,13 @@ _LOWER = frozenset(
         *("addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv", "_scaled_dot_product_flash_attention"),
     }
 )
-"""Operators that autocast runs in low precision on CUDA only."""
+"""Operators that autocast runs in low precision on CUDA, but not on a CPU."""
 _PROMOTED = frozenset(
     ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot"]
 )
-"""Operators whose inputs autocast widens to the widest format; torch promotes most of them itself."""
+"""Operators whose inputs autocast widens to the widest format. They are left as on a CPU, because torch promotes most
+of them without autocast too.
+"""
 _CELLS = ("cell", "_thnn_")
 
 
@@ -70,7 +72,7 @@ def _overload(name: str) -> Any:
 
 
 def _cast_first(op: Any, cast: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Run the operator without autocast, on cast inputs; on the original ones if the caller names a format."""
+    """Run the operator without autocast on cast inputs; if the caller passes a dtype, on the inputs as they are."""
     with torch._C._ExcludeDispatchKeyGuard(_CPU_KEY):
         if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
             return op(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Facts about single operators: sizes of matmuls, fused attention, memory within kernels."""
+"""Facts about single operators: sizes of matmuls, fused attention, temporary memory within kernels."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ _FUSED = {
 def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
     """Sizes of a matmul; None for other operators.
 
-    Grouped matmuls (experts) are assumed to have equal numbers of rows, and their last tiles to be half full.
+    The groups of a grouped matmul (experts) are assumed to have equal numbers of rows. Half a tile, 64 rows, is added
+    to each, because its last tile is half empty on average.
     """
     if name == _GROUPED:
         rows, second, groups = args[0], args[1], args[2].shape[0]
@@ -45,7 +46,8 @@ def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
 def _convolution(args: tuple[Any, ...], gradient: Tensor | None, times: int) -> Product:
     """A convolution as the matmul of its patches by its filters.
 
-    gradient: of the output, in backward, which runs `times` such matmuls.
+    gradient: the output's, in backward; None in forward. times: number of such matmuls, in backward one for each
+    requested gradient of input and filters.
     """
     given, weight, _, stride, padding, dilation, transposed, _, groups = args[:9]
     sizes, kernel = given.shape[2:], weight.shape[2:]
@@ -62,14 +64,14 @@ def _convolution(args: tuple[Any, ...], gradient: Tensor | None, times: int) -> 
 
 
 def flops_of_product(name: str, args: tuple[Any, ...], product: Product) -> float:
-    """FLOPs of a matmul; a grouped one counts its actual rows."""
+    """FLOPs of a matmul; for a grouped one, of its actual rows, without the half tiles of `product_of`."""
     if name != _GROUPED:
         return float(product.flops)
     return 2.0 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
 
 
 def refuse_unknown(name: str, namespace: str, doing: str) -> None:
-    """Raise Unsupported for an operator that may not be bandwidth-bound, if its cost is unknown."""
+    """Raise Unsupported, with the action `doing`, for custom operators and others whose cost is unknown."""
     if namespace != "aten":
         raise Unsupported(doing, f"the cost of its operator {namespace}::{name} is not known", _INSTEAD)
     if name.startswith(_UNKNOWN):
@@ -94,7 +96,7 @@ class Fused:
     name: str
     scores: Product
     flops: float
-    """FLOPs of the scores that a causal mask leaves."""
+    """FLOPs of all matmuls in the kernel; a causal mask halves them."""
 
 
 def fused_attention(name: str, args: tuple[Any, ...]) -> Fused | None:

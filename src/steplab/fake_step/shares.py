@@ -1,4 +1,4 @@
-"""Predicts what compiling leaves of a step's time, for any model, in a process that may import the user's code."""
+"""Predicts the ratios of a step's compiled to its eager costs, in a process that may import the user's model."""
 
 from steplab.costs.rates import gpu_named
 from steplab.fake_step.step import operators_of_fake
@@ -10,6 +10,6 @@ from steplab.records.profile import CompiledShares
 
 
 def predict_shares(task: SharesTask, observer: Observer, world: World | None) -> CompiledShares:
-    """Fractions as of `compiled_shares`. Raises UserError and Unsupported as `operators_of_fake` does."""
+    """The task's `compiled_shares`, from a trace of its step. Raises the errors that `operators_of_fake` raises."""
     observer.on_stage("dry run", 0)
     return compiled_shares(task.spec, gpu_named(task.gpu), operators_of_fake(task.spec))

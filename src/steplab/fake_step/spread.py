@@ -24,10 +24,10 @@ _BLOCKS = 2
 
 
 def known_of(spec: StepSpec, of: int | None) -> Known:
-    """Facts and weights of a spec's model, with one rank's shards along tp; other axes are ignored.
+    """Facts and weights of a spec's model. Weights are one rank's shards by tp; the layout's other axes are ignored.
 
-    of: number of layers in its configuration, to build two blocks only; None: build all. Raises Unsupported as
-    `fake_step` does.
+    of: number of layers in the model's configuration, to build only two blocks; None: build all blocks. Raises
+    Unsupported as `fake_step` does.
     """
     with built_on_fakes(spec if of is None else _built_less(spec, _BLOCKS, of)) as step:
         facts = facts_of(step.workload)
@@ -72,7 +72,9 @@ def with_blocks(
 
 
 def _built_less(spec: StepSpec, blocks: int, of: int | None) -> StepSpec:
-    """A spec that builds only the first blocks, which is faster than cutting the others off."""
+    """A spec that builds only the first blocks, which is faster than cutting the others off. The spec itself if its
+    configuration does not have the number of layers `of`.
+    """
     config = spec.model.hf_config or {}
     key = next((key for key in ("num_hidden_layers", "n_layer") if config.get(key) == of), None)
     if key is None:
@@ -99,7 +101,7 @@ def _why_not(blocks: list[nn.Module]) -> str:
 
 
 def _kind(block: nn.Module) -> list[object]:
-    """Modules, sizes of weights, and choices such as a sliding window; equal in equal blocks."""
+    """A block's modules, sizes of weights, and choices such as a sliding window: blocks with equal ones are equal."""
     found: list[object] = [(name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters()]
     for name, inner in block.named_modules():
         plain = (str, float, bool, type(None))

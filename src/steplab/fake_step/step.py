@@ -52,17 +52,17 @@ def fake_step(
     """Build the step on fake tensors, and yield a function that runs it eagerly, as one process on CUDA does.
 
     Args:
-        workspace: bytes of a cuBLAS handle.
+        workspace: bytes of cuBLAS's workspace, which a thread's first matmul allocates.
         listen: receives every event.
         cut: removes blocks once the step is built.
-        compiled: run as the spec's `compile`, without the operators of compiled code.
+        compiled: run as the spec's `compile`; memory is reported, but no operators of compiled code.
         with_state: create the optimizer's state before the first run.
 
-    The model's prints go to stderr. A value that it reads off a tensor (`.item()`) is a symbol, which may be added up
-    and put into tensors.
+    The model's prints go to stderr. A value that the model reads off a tensor (`.item()`) is a symbol, which it may add
+    up and put into tensors.
 
-    Raises UserError as `build_workload` does, and Unsupported for control flow by these values, or operators of unknown
-    cost.
+    Raises UserError as `build_workload` does. Raises Unsupported for control flow that depends on such values, and for
+    operators of unknown cost.
     """
     doing = f"predicting a step of {spec.model.name}"
     storages = Storages(listen, workspace)
@@ -225,7 +225,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _within_its_block(name: str) -> str:
-    """transformer.h.3.attn.c_attn.weight -> attn.c_attn.weight."""
+    """A parameter's name within its block: transformer.h.3.attn.c_attn.weight -> attn.c_attn.weight."""
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     return name if number is None else ".".join(parts[number + 1 :])
@@ -233,9 +233,9 @@ def _within_its_block(name: str) -> str:
 
 @contextmanager
 def _conversion_by_data() -> Iterator[None]:
-    """Let nn.Module.to convert fake tensors: each takes the converted one's memory.
+    """Let nn.Module.to convert fake tensors by assigning their data; its torch.utils.swap_tensors fails on them.
 
-    torch.utils.swap_tensors fails on them. Draws of truncated normals read what they drew, and are left out.
+    Initialization by a truncated normal is skipped: it reads the values that it drew, which fake tensors do not have.
     """
 
     def convert(there: torch.Tensor, converted: torch.Tensor) -> None:
@@ -247,10 +247,10 @@ def _conversion_by_data() -> Iterator[None]:
 
 
 def _masks_as_they_are(*, traced: bool) -> AbstractContextManager[None]:
-    """Let transformers assume that sequences are not packed.
+    """Make transformers build an attention mask only if it would in a real step of sequences that are not packed.
 
-    It detects packing by reading token positions, and builds a mask where it cannot: on fake tensors and under a
-    compiler (`traced`). Eagerly it finds none, and attention is causal without a mask.
+    It detects packing by reading token positions. An eager step finds none, and attention is causal without a mask. A
+    compiler (`traced`) cannot read them, so a compiled step has a mask. Nor can fake tensors be read.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     packed = getattr(masks, "find_packed_sequence_indices", None)

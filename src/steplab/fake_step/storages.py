@@ -1,4 +1,4 @@
-"""Follows the memory of fake tensors: its owner, and its lifetime up to the last tensor in it."""
+"""Follows the memory of fake tensors: what it holds, and its lifetime, which ends with the last tensor in it."""
 
 import weakref
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """Splits a model by transformers' tensor-parallel plan: each parameter in the shape that one rank has.
 
-Sums over ranks are in place, so only their number is noted. transformers all-reduces whole tokens, without sequence
-parallelism. A weight that embedding and head share stays whole.
+All-reduces are in place and need no memory, so only their number is noted. transformers all-reduces whole tokens,
+without sequence parallelism. A weight that embedding and head share stays whole.
 """
 
 import re

@@ -59,7 +59,7 @@ class Watcher(TorchDispatchMode):
         Args:
             doing: the action named in the error about an unknown operator.
             tf32: fp32 matmuls run in tf32.
-            fused_optimizer: step numbers are on the GPU.
+            fused_optimizer: the optimizer's step counts are on the GPU.
             updates_in_backward: the update's memory counts in backward; its operators are still the optimizer's.
         """
         super().__init__()  # type: ignore[no-untyped-call]
@@ -335,9 +335,9 @@ def _is_strided(name: str, reads: list[Tensor], writes: list[Tensor]) -> bool:
 def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any, ...], *, pointwise: bool) -> str:
     """Access pattern of a kernel, which determines its share of the bandwidth; '': the operator's usual one.
 
-    torch's elementwise kernels move vectors if all tensors match, single elements if formats differ, and compute an
-    index an element if one is strided or repeated. Sums over rows have few threads that read neighbours
-    (aten/src/ATen/native/cuda: Loops.cuh, Reduce.cuh).
+    torch's elementwise kernels load several elements at once if all tensors have one shape, order and format. They load
+    single elements if formats differ, and compute an index for each element if a tensor is strided or broadcast. In
+    sums over rows, few threads read neighbouring elements (aten/src/ATen/native/cuda: Loops.cuh, Reduce.cuh).
     """
     if name in _COPIES or _is_first_power(name, args):
         return "copy strided" if name in _COPIES else "copy"
@@ -372,7 +372,9 @@ def _is_first_power(name: str, args: tuple[Any, ...]) -> bool:
 
 _WIDEST_OF_CUDNN = 128
 _GROUPS_IN_FP32 = "torch's grouped products in fp32"
-"""Source of a read: in fp32, torch reads the groups' sizes and multiplies group by group (GroupedMMUtils.h)."""
+"""Named instead of a code line that reads values: in fp32, torch reads the groups' sizes on the CPU and multiplies
+group by group (GroupedMMUtils.h).
+"""
 _LONGEST_ROW = 48 * 1024
 """Longest row, in bytes, that softmax keeps in a block's shared memory (SoftMax.cu: can_use_smem)."""
 _COPIES = frozenset({"slice_backward", "select_backward"})

@@ -5,7 +5,7 @@
     Trainer(..., callbacks=[SteplabCallback("my training")]).fit(model, loader)
 
 A step is an optimizer step with all its micro-steps. Forward is training_step; the optimizer phase includes gradient
-clipping. Time between phases is Lightning's.
+clipping. Time between phases is Lightning's own work.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ class SteplabCallback(RecordingCallback, Callback):
         self._begin_phase("forward")
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Lightning zeroes gradients before the backward pass, which ends forward."""
+        """Ends the forward phase, because Lightning zeroes gradients just before the backward pass."""
         self._end_phase()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:

@@ -17,7 +17,7 @@ from steplab.records.run import Run
 
 
 class RecordingCallback:
-    """Opens, closes and stores a recorder; misplaced calls, such as a phase outside a step, do nothing."""
+    """Opens and closes a recorder, and stores its record. Misplaced calls, as of a phase outside a step, do nothing."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class RecordingCallback:
         profile: range | None = None,
         store: Path | str | None = None,
     ) -> None:
-        """Options are those of `steplab.recorder`; tokens and FLOPs are summed over ranks."""
+        """Options are those of `steplab.recorder`; `tokens_per_step` and `flops_per_step` are sums over all ranks."""
         self._name = name
         self._options: dict[str, Any] = {
             "tokens_per_step": tokens_per_step,
@@ -48,7 +48,7 @@ class RecordingCallback:
         self._inside = False
 
     def _begin(self, name: str, *, device: torch.device, model: nn.Module | None) -> None:
-        """Opens the recorder; `model` names modules in a profile. Raises SteplabError as `steplab.recorder`."""
+        """Opens the recorder, which takes modules' names from `model`. Raises SteplabError as `steplab.recorder`."""
         opened = recorder(name, model=model, device=device, **self._options)
         self._inside = False
         self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()

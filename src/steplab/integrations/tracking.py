@@ -25,7 +25,7 @@ _UNUSUAL = re.compile(r"[^\w.-]+")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracked:
     id: str
-    """Record id without characters that could leave a folder."""
+    """Record id in which '_' replaces slashes and other characters that are unsafe in a file's name."""
     name: str
     created: datetime
     is_ok: bool

@@ -4,8 +4,8 @@
 
     Trainer(..., callbacks=[SteplabCallback("my finetuning")]).train()
 
-A step is an optimizer step with all its micro-steps. Forward comes from hooks on the model; backward lasts until the
-Trainer's next event, so it includes gradient clipping. The optimizer phase includes the scheduler and zero_grad.
+A step is an optimizer step with all its micro-steps. Hooks on the model mark the forward phase. Backward lasts until
+the Trainer's next event, so it includes gradient clipping. The optimizer phase includes the scheduler and zero_grad.
 """
 
 from collections.abc import Sequence

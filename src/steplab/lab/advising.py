@@ -12,7 +12,6 @@ from steplab.comparison.turns import chained
 from steplab.errors import Remark, UserError, warn_caller
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import checked_name, keep, open_store
-from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step
 from steplab.lab.outlook import Attempt, Candidate, Outlook, now, step_s, waited
 from steplab.lab.profiling import profile
@@ -32,7 +31,7 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
 _MOST_PROCESSES = 3
-"""Processes that a comparison starts if each turn needs a new one: fastest step, changed step, fastest step."""
+"""Process starts of one comparison if each turn needs a new process: fastest step, changed step, fastest step."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -92,7 +91,7 @@ class Walk:
 
     @property
     def overall(self) -> Ratio | None:
-        """Time ratio of the fastest step to the first: measured, or multiplied from kept changes."""
+        """Time ratio of the fastest step to the first: measured, else the product of the kept changes' ratios."""
         ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
         return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
 
@@ -160,7 +159,7 @@ class Walk:
         self._settle(attempt)
 
     def _is_cut_off(self, *sides: Any, of: Attempt | None = None) -> bool:
-        """True if the budget ran out while measuring. The change counts as not tried; completed turns stay."""
+        """True if the budget ran out during this measurement. The change then counts as not tried; its record stays."""
         late = [side for side in sides if side.failure and side.failure.kind == "timeout"]
         if not late or self.left_s > 0:
             return False
@@ -181,8 +180,8 @@ class Walk:
         self._look_at_best()
 
     def _built(self, label: str, spec: StepSpec, words: str, *, by_itself: bool = False) -> Any:
-        """Start a step's process; `by_itself` measures it at once if processes cannot coexist. Raises UserError if the
-        device refuses the step.
+        """Start a step's process. Where each turn has a process of its own, none starts yet; `by_itself` then measures
+        the step now, alone. Raises UserError if the device refuses the step.
         """
         self.on_change(words)
         side = self.taking.enter(label, spec)
@@ -200,12 +199,12 @@ class Walk:
         return attempt
 
     def _seek_gain(self, before: Any, after: Any, most_s: float = 0.0) -> None:
-        """Alternate two steps to measure the gain. A step that does not fit next to the others fails if all earlier
-        ones fitted: a process per turn would hide small gains.
+        """Alternate two steps to measure the gain. If all earlier comparisons had room for both steps in memory, one
+        that does not fit counts as failed: with a new process per turn, noise would hide small gains.
         """
         ratios = [attempt.ratio for attempt in self.outlook.attempts if attempt.ratio]
-        alternates = not ratios or any(ratio.threshold > LEAST_GAIN for ratio in ratios)
-        self.taking.seek_gain(before, after, self.steps, most_s=most_s, clock=self.clock, alternates=alternates)
+        apart = not ratios or any(ratio.threshold > LEAST_GAIN for ratio in ratios)
+        self.taking.seek_gain(before, after, self.steps, most_s=most_s, clock=self.clock, apart=apart)
 
     def _make_room(self) -> None:
         for change in self.outlook.changes(self.start.spec) if _lacks_memory(self.start) else ():
@@ -267,7 +266,6 @@ def advise(
     the next measurement, `on_tried` each tried change. An interrupted search is stored too. Raises UserError for an
     unmeasurable step.
     """
-    refuse_torchrun("walk")
     if unknown := set(opt_in).difference(OPT_IN):
         raise UserError(f"opt_in '{min(unknown)}' is not known; choose one of {', '.join(OPT_IN)}")
     given = {"steps": STEPS, **fields} if not isinstance(spec, StepSpec) else fields

@@ -49,7 +49,7 @@ def attention(
 
 
 def measure_attention(study: AttentionStudy, **how: Unpack[Measuring]) -> AttentionRun:
-    """As `measure_benchmark`."""
+    """Measure the study and store its record; keywords and errors are as in `measure_benchmark`."""
     return measure_benchmark(
         AttentionRun(**new_head(), study=study),
         attention_cells(study),
@@ -73,8 +73,8 @@ def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
 def account_for_memory(
     cells: Sequence[AttentionSpec], hardware: str | None, *, store: Path | str | None = None
 ) -> AttentionAccount:
-    """Tensor sizes of the smallest plain attention that runs out of memory on the GPU `hardware`, by default in the
-    newest stored benchmark that ran out. Raises UserError without one.
+    """Tensor sizes of the smallest plain attention that runs out of memory: among `cells` on the GPU `hardware`, or, if
+    that is None, in the newest stored benchmark in which one did. Raises UserError without one.
     """
     if hardware is not None:
         spec = hardware_named(hardware)

@@ -33,15 +33,17 @@ class Chosen:
 class Room:
     gpu: str
     usable_bytes: int
+    """A step that needs no more surely runs."""
     most_bytes: int
+    """A step that needs more does not fit."""
 
     def holds(self, predicted: MemoryPrediction) -> bool:
         return _safe_bytes(predicted) <= self.usable_bytes
 
 
 def choose_checkpointing(spec: StepSpec, gpu: HardwareSpec | None = None) -> Chosen:
-    """Choose for `gpu`, by default this machine's; without one, recompute nothing. Raises UserError if the step does
-    not fit even with full checkpointing, or its memory is unpredictable.
+    """Choose the step's checkpointing for `gpu`, by default this machine's; without a GPU, recompute nothing. Raises
+    UserError if the step does not fit even with full checkpointing, or its memory is unpredictable.
     """
     if spec.checkpointing != AUTO:
         return Chosen(spec=spec)

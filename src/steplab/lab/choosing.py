@@ -153,7 +153,7 @@ def _commit(revision: str) -> str | None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedRecords:
     records: tuple[Record, ...]
-    """At least one: a study's in its order, else in order of measurement."""
+    """At least one: those of a study in its order, given ones as given, others in order of measurement."""
     title: str
     """The study's name, or a description of the selection."""
     description: str = ""
@@ -176,8 +176,10 @@ def records_to_report(
     name: str | None = None,
     store: Path | str | None = None,
 ) -> ReportedRecords:
-    """A report's records: `given` ones or texts as in `find_records`, a `study`'s, or a `name`'s; by default the newest
-    record's study, its benchmark, or its kind outside studies. Raises UserError without records, and for several of the
+    """The records of a report: `given` ones (or texts as in `find_records`), those of a `study`, or those of a `name`.
+
+    Without any of these three: all records of the newest record's study. If it belongs to none: the newest record alone
+    if it is a benchmark, else the newest ones of its kind. Raises UserError without records, and for several of the
     three.
     """
     refuse_several({"records": bool(given), "a study": study is not None, "a name": name is not None})

@@ -70,7 +70,7 @@ def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
 
 
 def measure_comm(study: CommStudy, *, device: str, **how: Unpack[Measuring]) -> CommRun:
-    """As `measure_benchmark`. `device`: cuda or cpu."""
+    """Measure the study on `device`, cuda or cpu, and store it; keywords and errors are as in `measure_benchmark`."""
     return measure_benchmark(
         CommRun(**new_head(), study=study),
         collective_cells(study, device),
@@ -135,8 +135,8 @@ def _line_of(spec: CommSpec) -> tuple[str, str, str, int]:
 
 
 def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
-    """Fit a line through median times per collective, transport, dtype and world size. With several world sizes, also
-    fit one line with a term per rank.
+    """Fit median time as a line over bytes sent per rank, for each collective, transport, dtype and world size. With
+    several world sizes, also fit one line for all of them, with a term per rank.
     """
     by_world: dict[tuple[str, str, str, int | None], list[Point]] = {}
     over_worlds: dict[tuple[str, str, str, int | None], list[Point]] = {}

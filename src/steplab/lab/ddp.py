@@ -27,7 +27,7 @@ from steplab.units import parse_duration
 
 DEFAULT_PROCESSES = 2
 _FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
-"""Variants that only all-reduce: the link's bandwidth and latency are fitted to their communication alone."""
+"""Variants that only all-reduce: their communication without computation gives the link's bandwidth and latency."""
 _POINTS_A_DECADE = 12
 
 
@@ -60,16 +60,16 @@ def ddp(
 
 
 def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> tuple[StepSpec, int]:
-    """Each rank's step, by default small on a CPU, and the number of ranks: requested, torchrun's, or two. Raises
-    UserError for contradictions.
+    """Each rank's step, which is small by default on a CPU, and the number of ranks: as requested, else torchrun's,
+    else two. Raises UserError for contradictory requests.
     """
     count, device = processes_here(gpus, processes, default=(DEFAULT_PROCESSES, "cpu"))
     return resolve_step({**(SMALL_STEP if device == "cpu" else {}), **fields, "device": device}), count
 
 
 def ddp_study(given: Mapping[str, object]) -> DdpStudy:
-    """The study, by default with the device's bucket sizes (MB) and collectives. Raises UserError with the valid
-    values, Unsupported for a transport that needs GPUs.
+    """The study, by default with bucket sizes (MB) for the device and with the transport `collectives`. Raises
+    UserError with the valid values, Unsupported for a transport that needs GPUs.
     """
     fields, asked = DDP.asked(given)
     step, count = ddp_step(fields, asked.gpus, asked.processes)
@@ -87,7 +87,9 @@ def ddp_study(given: Mapping[str, object]) -> DdpStudy:
 def measure_ddp(
     study: DdpStudy, *, traces: Path | str | None = None, force: bool = False, **how: Unpack[Measuring]
 ) -> DdpRun:
-    """As `measure_benchmark`. The folder `traces` gets a trace of each variant; `force` replaces other files there."""
+    """Measure the study and store its record; other keywords and errors are as in `measure_benchmark`. The folder
+    `traces` gets a trace of each variant; `force` replaces files there that steplab did not write.
+    """
     on_progress = how.get("on_progress", lambda progress: None)
     with _folder(study, traces, how.get("store"), force) as folder:
         return measure_benchmark(
@@ -198,7 +200,7 @@ def with_wire_bytes(cell: DdpCell, study: DdpStudy) -> DdpCell:
 
 
 def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> OverheadModel | None:
-    """Fit communication time to the number of calls and bytes; None with too few measurements."""
+    """Fit time per call and bandwidth to times of communication without computation; None with too few measurements."""
     points = [
         (cell.num_calls, max(median(rank.alone_s) for rank in cell.ranks))
         for cell in cells
@@ -230,8 +232,8 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
 
 
 def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
-    """Backward seconds without communication, on the slowest rank; 0: not timed. `baseline`: of the turns that
-    alternate with the variant.
+    """Median seconds of backward on the slowest rank; 0: not timed. `baseline`: in the turns of the step without
+    communication that alternate with the cell's own, instead of these.
     """
     timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]
     return max((median(samples) for samples in timed), default=0.0)

@@ -117,7 +117,9 @@ class Place:
 
 
 def keep(store: Store, record: RecordType, place: Place | None = None) -> RecordType:
-    """Store a record, else write it to a file and raise NotStored with its name."""
+    """Store a record, at its `place` in a study if given. If that fails, write it to a file, and raise NotStored,
+    which names the file.
+    """
     record = cleaned(record if place is None else record.within(place.study_id))
     try:
         store.add(record, cell=place.cell if place else None)

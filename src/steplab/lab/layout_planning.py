@@ -40,9 +40,9 @@ def plan_layout(
 ) -> LayoutPlan:
     """Rank the factorisations of `gpus` into dp, fsdp, tp and pp by predicted step time and fit.
 
-    `spec` and `fields` are as in `measure`, without a layout. `links`: `network=45` (achieved GB/s of a GPU) or
-    `network=400Gb/s` (an adapter's stated bandwidth); `profile`: a record of `steplab comm` instead. Checkpointing
-    `auto` gives each layout the fastest of none, selective and full. `tokens`: of the whole training.
+    `spec` and `fields` are as in `measure`, without a layout. `links`: `network=45` (GB/s that a GPU achieves)
+    or `network=400Gb/s` (an adapter's stated bandwidth); `profile`: a record of `steplab comm` instead. Checkpointing
+    `auto` gives each layout the fastest of none, selective and full. `tokens`: of the whole training, for its days.
 
         steplab.plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
 
@@ -71,7 +71,7 @@ def _job(alone: StepSpec, gpu: Gpu, **others: Any) -> LayoutJob:
 
 
 def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
-    """Time and memory of the step's layout, in nodes of a known GPU. Raises Unsupported if they are unpredictable."""
+    """Time and memory of the layout that the step names, on nodes of a known GPU. Raises Unsupported if unknown."""
     chosen = choose_checkpointing(spec, gpu.hardware)
     refuse_unknown_memory(chosen.spec)
     alone = dataclasses.replace(chosen.spec, layout=Layout(), update=AFTER, microbatches=None)

@@ -38,7 +38,7 @@ def measure(
         run = steplab.measure("tiny", **{"model.num_layers": 4})
         run = steplab.measure("small", context=256, recipe="fast")  # precision, compile and others too
 
-    A layout of several processes starts them; under torchrun each calls this alike, and rank 0 stores the record.
+    A layout of several processes starts them. Under torchrun each process makes this call, and rank 0 stores.
 
     A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError for an
     unsupported request, SteplabError if the store cannot be written.
@@ -67,8 +67,8 @@ def asked_step(
     fields: Mapping[str, object],
     device_kind: Callable[[str], str] = device_kind_here,
 ) -> StepSpec:
-    """The step of a StepSpec or of fields. `device_kind` maps a device's name to its kind, for recipes. Raises
-    UserError for an invalid request.
+    """The step of a StepSpec or of fields. `device_kind` maps a device's name to its kind, on which recipes depend.
+    Raises UserError for an invalid request.
     """
     if isinstance(spec, StepSpec):
         if fields:

@@ -43,12 +43,12 @@ def memory(
         run.memory_profile.at_peak  # bytes by category
 
     `snapshot` is a path for the raw history, such as step.pickle, which https://pytorch.org/memory_viz shows.
-    step.marks.json next to it names the memory's owners; `import_snapshot("step.pickle")` reads both again. Other files
-    are replaced only with `force`, the store never.
+    step.marks.json next to it names the memory's owners; `import_snapshot("step.pickle")` reads both again. Files
+    that steplab did not write are replaced only with `force`, the store never.
 
-    A failed measurement is a record. If only the watched step fails, the record has a note, and `run.memory_profile` is
-    None. Raises UserError for an unsupported request, SteplabError if the store or the snapshot cannot be written, or
-    the snapshot not read; the measurement is then stored and the snapshot kept.
+    A failed measurement is a record. If only the recorded step fails, the record has a note, and `run.memory_profile`
+    is None. Raises UserError for an unsupported request, SteplabError if the store or the snapshot cannot be written,
+    or the snapshot not read; the measurement is then stored and the snapshot kept.
     """
     refuse_torchrun("watch the memory of a step")
     chosen, name = choose_checkpointing(asked_step("memory", spec, fields)), checked_name(name)
@@ -106,8 +106,10 @@ def marks_beside(snapshot: Path) -> Path:
 
 
 def read_memory(snapshot: Path, on_progress: OnProgress, *, unwatched_peak_bytes: int | None = None) -> MemoryProfile:
-    """Read a snapshot, with its marks if present, which name the memory's owners. Raises UserError for no snapshot, and
-    marks of another; SteplabError for a snapshot without allocations.
+    """Read a snapshot; marks next to it, if present, name the memory's owners.
+
+    `unwatched_peak_bytes`: peak of the timed steps, whose memory was not recorded; None: unknown. Raises UserError for
+    a file that is no snapshot, and for marks of another snapshot; SteplabError for a snapshot without allocations.
     """
 
     def tell(done_bytes: int, total_bytes: int) -> None:
@@ -130,8 +132,9 @@ def import_snapshot(
     or xz.
 
     The file is not executed: only containers, texts and numbers are admitted. `name`: default is the file's. With the
-    marks that `memory` writes next to it (step.marks.json), categories are owners; else memory from before the history,
-    and since. Raises UserError for a file that is unreadable, no snapshot, too large, or without allocations.
+    marks that `memory` writes next to it (step.marks.json), categories are owners; else they only separate memory from
+    before the history and since. Raises UserError for a file that is unreadable, no snapshot, too large, or without
+    allocations.
     """
     path = Path(path)
 

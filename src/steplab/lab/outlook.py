@@ -1,5 +1,6 @@
 """Rank changes to a step by predicted gain, and keep results of tried ones. `plan time` predicts gains (`plan layout`
-for several processes), else a profile's findings; `plan memory` predicts the fit. `specs.changes.ORDER` ranks.
+for several processes), else a profile's findings do; `plan memory` predicts whether the changed step fits.
+`specs.changes.ORDER` lists the ranks.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,6 +35,7 @@ _LEAST_TRIAL_S = 1.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
     share: float
+    """Predicted saving, as a share of the step time."""
     source: str
     """Source of the prediction: a kind of finding, `plan time` or `plan layout`."""
 
@@ -63,7 +65,7 @@ class Attempt:
 
     @property
     def is_settled(self) -> bool:
-        """True if the change was kept, failed, or saves no time although Python keeps up."""
+        """True if the change was kept or failed, or if it saves no time and the device did not wait for Python."""
         if self.kept or self.ratio is None:
             return True
         return self.ratio.decision in ("higher", "same") and not waited(self.side)
@@ -79,9 +81,9 @@ class Outlook:
     opt_in: Collection[str] = ()
     attempts: list[Attempt] = field(default_factory=list)
     gone: set[tuple[str, str]] = field(default_factory=set)
-    """Field and value, given or resolved, of changes not tried again."""
+    """Field and value of changes that are not tried again, as given and with `auto` resolved."""
     _given_room: set[StepSpec] = field(default_factory=set)
-    """Steps that did not pay with an added memory-saving change, but may without it."""
+    """Changed steps that did not pay with a memory-saving change joined; the main change may pay without it."""
     _gpu: Gpu | None = None
     _device_name: str = ""
     _device_kind: str = "cpu"
@@ -93,7 +95,7 @@ class Outlook:
     # --- what is predicted --------------------------------------------------------------------------------
 
     def look(self, environment: Environment | None, *, may_profile: bool) -> None:
-        """Read the first step's device. `may_profile`: there is time for a profile if no prediction exists."""
+        """Read the first step's device. Without a predicted time, profile the step, if `may_profile`: there is time."""
         if environment is None:
             return
         self._device_kind, self._device_name = environment.device.kind, environment.device.name
@@ -176,9 +178,9 @@ class Outlook:
         ]
 
     def candidates(self, best: Any, trial_s: float, *, alternating: bool) -> Iterator[Candidate]:
-        """Untried changes, the most promising first. A trial takes `trial_s` seconds and compilation. With a process
-        per turn (`alternating`), only larger savings count. Memory is predicted on demand: a prediction takes up to a
-        second.
+        """Untried changes, the most promising first; changes predicted not to fit come last. A trial takes `trial_s`
+        seconds and compilation. With a process per turn (`alternating`), only savings above SEPARATE count. Memory is
+        predicted on demand: a prediction takes up to a second.
         """
         spec = best.spec
         changes = (change for change in (*self.untried(spec), *self._rest_of_recipe(spec)) if not change.makes_room)
@@ -217,8 +219,8 @@ class Outlook:
         return promise is not None and promise.share > least
 
     def _with_room(self, spec: StepSpec, change: Change, least: float) -> Change:
-        """Join a change that does not fit with a memory-saving one of equal numbers, if both may fit. Changes that also
-        save time are tried alone first.
+        """Join a change whose step does not fit with a memory-saving change that keeps the numbers, if both together
+        may fit. A memory-saving change that also saves time is tried alone first.
         """
         if self.room(spec) == "does not fit":
             return change  # the fastest step runs, so that the prediction is wrong
@@ -233,7 +235,7 @@ class Outlook:
         return change
 
     def _rest_of_recipe(self, spec: StepSpec) -> Iterator[Change]:
-        """The recipe's remaining settings as one change, once a single one did not pay: noise may hide it."""
+        """The recipe's remaining settings as one change, once one alone did not pay: noise may hide a small saving."""
         settled = {name for attempt in self.attempts if attempt.is_settled for name in attempt.change.fields}
         recipe = [each for each in self.changes(spec) if each.is_fast(spec, self._device_kind)]
         lacking = [each for each in recipe if each.field not in settled and self._differs(spec, each)]

@@ -114,7 +114,7 @@ def plan_time(
 
 
 def _memory_on(spec: StepSpec, gpu: Gpu) -> tuple[MemoryPrediction | None, list[Operator], list[str]]:
-    """The memory, None if unpredictable; a traced model's operators; and why there is no memory."""
+    """The memory, None if unpredictable; a traced model's operators; and notes that give the reason for None."""
     operators: list[Operator] = []
     try:
         return memory_of(spec, gpu=gpu.hardware, operators=operators), operators, []
@@ -165,7 +165,8 @@ def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tu
 
 
 def plans_of(runs: Sequence[Run]) -> dict[str, PlannedStep]:
-    """Predictions by run id, for the distinct training steps of these runs on their known GPU: at most _MOST_PLANNED,
+    """Predictions by run id, for the distinct training steps of steplab's Transformer in these runs: on the GPU that
+    all ran on, if it is known, else on DEFAULT_GPU. Of more than _MOST_PLANNED steps, evenly spaced ones are predicted,
     with the first and the last.
     """
     steps = {
@@ -197,9 +198,12 @@ def plan_accounting(
 
         steplab.plan_accounting("xxl", mesh="fsdp=16,tp=4").questions[0].answer
 
-    Args: spec: with `fields`, as in `measure`; only model, batch and context count. gpu: the mesh's device, a known GPU
-    or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures. mesh: devices along each axis; `axes`: axes of a
-    torus for each. counted_in: GPU in whose memories weights, gradients and optimizer state are counted.
+    Args:
+        spec: with `fields`, as in `measure`; only model, batch and context count.
+        gpu: the mesh's device, a known GPU or TPU; `flops_per_s` and `axis_bytes_per_s` replace its figures.
+        mesh: number of devices along each axis.
+        axes: number of a torus's axes that each axis of the mesh uses.
+        counted_in: GPU whose memory is the unit for weights, gradients and optimizer state.
 
     Raises UserError for an unknown device or an impossible mesh; Unsupported for a model with unknown parts.
     """

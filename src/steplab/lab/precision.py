@@ -26,7 +26,7 @@ from steplab.specs.step_choices import Precision
 from steplab.specs.study import StudySpec
 
 AUDITED = ("fp16", "bf16")
-"""Precisions audited by default: autocast's."""
+"""Precisions audited by default: those of autocast."""
 TIMED: tuple[str, ...] = get_args(Precision)
 """Precisions timed by default, if the step's other fields allow them."""
 PARTS = ("audit", "accumulation", "timings")
@@ -35,7 +35,7 @@ PARTS = ("audit", "accumulation", "timings")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionResult:
     numerics: tuple[Numerics, ...] = ()
-    """One audit per precision; a test of sums alone has no step."""
+    """One audit per precision; the accumulation study alone gives one record without a step."""
     runs: tuple[Run, ...] = ()
     study_id: str | None = None
     """Study of the timings; None without timings."""
@@ -103,7 +103,7 @@ def precision(
 
 
 def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[StepSpec]:
-    """The step in each of `precisions`, by default all possible ones: bf16_master needs an optimizer with masters."""
+    """The step in each of `precisions`, by default in all that its fields allow: bf16_master needs masters."""
     if precisions:
         return [_step(fields, precision) for precision in precisions]
     steps: list[StepSpec] = []

@@ -39,7 +39,7 @@ _LEFT = 512
 
 
 Coded = int | Began | Allocated | Operator
-"""An event on disk; for what is freed, the number of its allocation."""
+"""An event as stored on disk; a release is stored as the number of its allocation."""
 
 
 def kept(spec: StepSpec, what: str, trace: Open) -> Open:
@@ -176,7 +176,9 @@ def memory_of(
 def _open_traced(
     operators: list[Operator] | None, spec: StepSpec, workspace: Count, listen: Listener
 ) -> Iterator[Callable[[], None]]:
-    """fake_step, cached; `operators` gets the last run's operators. Compiled code reports none."""
+    """Open fake_step, or its trace from the cache on disk. `operators` gets the last run's operators, and none of
+    compiled code.
+    """
 
     def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
         from steplab.fake_step.step import fake_step
@@ -195,8 +197,8 @@ _DEEP = 12
 
 
 def _deep_model(spec: StepSpec) -> ForeignModel | None:
-    """A model of two traced blocks for many equal ones, with an optimizer that needs no temporary memory; None: trace
-    the whole model.
+    """The model by a trace of two blocks, which stand for its many equal ones; None: trace the whole model. The
+    optimizer must need no temporary memory.
     """
     if spec.model.kind != "hf" or spec.optimizer not in ("adamw_fused", "sgd"):
         return None
@@ -238,7 +240,7 @@ def _operators_of(spec: StepSpec, blocks: int | None, of: int | None) -> tuple[O
 
 
 def spread_model(spec: StepSpec) -> ForeignModel | None:
-    """A third-party model's parts that layouts divide, by a trace of seconds; None for other models."""
+    """The parts of a third-party model that layouts divide, from a trace of a few seconds; None for other models."""
     if not is_traced(spec):
         return None
     known = _known(spec)

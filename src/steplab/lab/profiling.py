@@ -167,8 +167,8 @@ def with_profile(run: Run, found: Profile) -> Run:
 
 
 def with_compiled_shares(run: Run, on_progress: OnProgress = lambda progress: None) -> Run:
-    """Add the predicted time shares after torch.compile to an eager step on CUDA, or a note why not. A user's model
-    runs in another process.
+    """Add to an eager step on CUDA the shares of its time that torch.compile is predicted to leave, or a note why they
+    are unknown. A user's model is traced in another process.
     """
     spec, profile = run.spec, run.profile
     if spec is None or profile is None or profile.device != "cuda" or spec.compile != "off":

@@ -34,17 +34,20 @@ from steplab.store.database import Store
 
 STEPS = 30
 STARTS, _SOON_S = 3, 60.0
-"""Default starts of each side by `ab`; one if the first took longer than _SOON_S seconds."""
+"""Default number of process starts of each side by `ab`; one if the first start took longer than _SOON_S seconds."""
 LEAST_GAIN = 0.003
 """Smallest time saving, as a share, that keeps a change."""
 _PLAIN = 0.03
-"""Relative difference that stops measuring once there are enough turns for a confidence interval."""
+"""Relative difference of step times that stops measuring, once there are enough turns for a confidence interval."""
 _MOST_ROUNDS = 2.5
-"""Time limit of additional turns, in multiples of the first turns' time."""
+"""Time limit of additional turns, as a multiple of the time of the first series."""
 
 
 class StoredSession:
+    """A Session that stores the run of each side that leaves."""
+
     def __init__(self, session: Session, store: Store, name: str) -> None:
+        refuse_torchrun("alternate steps")
         self.session = session
         self._store, self._name = store, name
         self._chosen: dict[Side, tuple[str, ...]] = {}
@@ -73,12 +76,13 @@ class StoredSession:
         return side
 
     def seek_gain(
-        self, before: Side, after: Side, steps: int, *, most_s: float, clock: Callable[[], float], alternates: bool
+        self, before: Side, after: Side, steps: int, *, most_s: float, clock: Callable[[], float], apart: bool
     ) -> None:
-        """Alternate two sides until their difference is clear, or a saving is ruled out; at most `steps` of each.
+        """Alternate two sides until their difference is clear, or a saving is ruled out; at most `steps` of each in a
+        series.
 
-        Undecided ratios get more rounds, for `most_s` seconds or _MOST_ROUNDS times the first round. Without
-        `alternates`, a second side that does not fit in memory next to the first fails.
+        An undecided ratio gets more series, for `most_s` seconds or _MOST_ROUNDS times the first series, if that is
+        longer. Without `apart`, a second side that does not fit in memory next to the first fails.
         """
 
         def is_open(threshold: float) -> bool:
@@ -91,17 +95,18 @@ class StoredSession:
             return rounds >= FEWEST and not is_open(_PLAIN)
 
         session, began_s = self.session, clock()
-        session.measure((before, after), steps, is_enough=is_enough, alternates=alternates)
+        session.measure((before, after), steps, is_enough=is_enough, apart=apart)
         most_s = max(most_s, _MOST_ROUNDS * (clock() - began_s))
         while clock() - began_s < most_s and not session.alternating and is_open(LEAST_GAIN):
-            session.measure((before, after), steps, alternates=alternates)
-        if session.alternating and not alternates:
+            session.measure((before, after), steps, apart=apart)
+        if session.alternating and not apart:
             after.failure = Failure(kind="out_of_memory", message=f"with the fastest step: {session.alternating}")
             session.resume()
 
     def gain(self, before: Side, after: Side, threshold: float = LEAST_GAIN) -> Ratio | None:
-        """Time ratio of the second side to the first; None if one failed. With a new process per turn, the spread
-        between processes is the threshold.
+        """Time ratio of the second side to the first; None if one failed. `threshold`: smallest difference that counts,
+        as a share. With a new process per turn, SEPARATE replaces it, because equal steps differ that much between
+        processes.
         """
         if before.run is None or after.run is None or before.failure or after.failure:
             return None
@@ -157,7 +162,6 @@ def ab(
     matters, as a share. `timeout_s` limits each warm-up and turn. Raises UserError if a step cannot be measured, or
     differs from the others in steps or device.
     """
-    refuse_torchrun("alternate")
     if against and sides:
         raise UserError("with another revision both sides have the same options; leave out the others, or `against`")
     if not against and not sides:

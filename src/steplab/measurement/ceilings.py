@@ -30,10 +30,12 @@ _COPY_BYTES = {"cuda": 4 * GIB, "mps": GIB, "cpu": 256 * MIB}
 _DTYPES = (("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
 _WARMUP, _REPEATS = 3, 10
 _LAYOUTS: tuple[str, ...] = ("NT", "NN", "TN")
-"""Transposed operand in a linear layer: forward, for its input's gradient, for its weight's."""
+"""Operands of a linear layer's products, T if transposed: forward, its input's gradient, its weight's gradient."""
 _FAR_BEHIND = 2.0
 _CLOSE = 1.1
-"""Ratio of a layout's time to the fastest; beyond it, the layout is not tried at the next size, or not at length."""
+"""Ratios of a layout's time to the fastest layout's: beyond _FAR_BEHIND it is not tried at the next size, beyond _CLOSE
+it is not timed at length.
+"""
 
 
 def measure_ceilings(device_name: str, observer: Observer, world: World | None = None) -> Ceilings:

@@ -172,7 +172,9 @@ class HeadStart:
             self._meet()
 
     def lengthen(self, started_s: float) -> bool:
-        """Lengthen the hold for work that took `started_s` to launch on the slowest rank. True if it grew."""
+        """Lengthen the hold for work whose launch took `started_s` seconds here; the slowest rank counts. True if it
+        grew.
+        """
         slowest_s = max(self._collectives.host_gather(started_s))
         before_s, self.seconds = self.seconds, max(self.seconds, min(_MARGIN * slowest_s, self._longest_s))
         return self.seconds > before_s
@@ -219,10 +221,10 @@ def run_turns(
     turn: int,
     on_step: OnStep,
 ) -> list[tuple[Samples, float | None]]:
-    """At least `steps` samples of each variant, `turn` in a row, and its longest hold; a collective call.
+    """Time alternating variants: of each, at least `steps` samples and the longest hold (seconds); a collective call.
 
-    Python has a head start before each step. Every other round reverses the order. No work may be under way between
-    steps.
+    Variants take turns of `turn` steps. Python has a head start before each step. Every other round reverses the order.
+    No work may be under way between steps.
     """
     head_starts = [HeadStart(device, collectives, LONGEST_HOLD_S) for _ in variants]
     found: list[list[Samples]] = [[] for _ in variants]

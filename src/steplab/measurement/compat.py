@@ -1,8 +1,8 @@
-"""torch's private interfaces, and the effect of a missing one.
+"""torch's private interfaces, and what happens in a version that lacks one.
 
-Without it a refused allocation's size comes from torch's message, which rounds it. Compiled modules, and those that
-react to hooks, count as ordinary. Recording memory (history, event trees, saved tensors) ends with a note. Timing with
-a head start (a spinning kernel) and audits (autocast's rules) fail and name it.
+A refused allocation's size then comes from torch's message, which rounds it. Compiled modules, and those that react to
+hooks, count as ordinary. Recording memory (history, event trees, saved tensors) ends with a note. Timing with a head
+start (a spinning kernel) and audits (autocast's rules) fail and name the interface.
 """
 
 import re
@@ -123,7 +123,7 @@ def autocast_has_rule(op: str, device_type: str) -> bool:
 
 
 def is_made_of_parts(op: str) -> bool:
-    """True for a composite operator, because autocast sees its parts."""
+    """True for a composite operator: autocast sees the operators inside it instead."""
     found = _kernels_of(op, "CompositeImplicitAutograd")
     return bool(found) and all(found)
 
@@ -152,8 +152,8 @@ def bucket_bytes(wrapped: Any) -> tuple[int, ...]:
 
 
 def compile_alike_in_all_wrappers() -> None:
-    """Process-wide: torch neither divides compiled blocks by DDP's buckets, nor runs a block eagerly that was compiled
-    too often, but raises.
+    """Process-wide: torch no longer divides compiled blocks by DDP's buckets, and raises for a block that was compiled
+    too often instead of running it eagerly.
     """
     import torch._dynamo.config as dynamo
 

@@ -1,7 +1,8 @@
 """The jobs of a measuring process, each with the types of its messages.
 
-A job's function gets its task, an observer and, among several processes, their world; its calls and its result are
-decoded by these types. Functions are named by strings, so that this module imports no torch.
+A job's function gets its task, an observer and, among several processes, their world. The parent decodes the job's
+result, and what the observer sends, by these types. Functions are named by strings, so that this module imports no
+torch.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ class AuditTask(msgspec.Struct, kw_only=True):
 
 
 class SharesTask(msgspec.Struct, kw_only=True):
-    """Predict the ratios of a step's compiled to its eager costs."""
+    """Predict what shares of an eager step's costs torch.compile leaves (CompiledShares)."""
 
     spec: StepSpec
     gpu: str
@@ -76,7 +77,7 @@ class Job:
     cell: Any = None
     facts: Any = None
     holds_device: bool = False
-    """Hold the device until Python is ahead, which needs longer launch queues (measurement.clock)."""
+    """True if the job holds the device until Python is ahead, which needs longer launch queues (measurement.clock)."""
 
     def load(self) -> Callable[[Any, "Observer", "World | None"], object]:
         module, _, function = self.work.partition(":")

@@ -31,8 +31,8 @@ from steplab.units import counted
 
 class ProfiledSteps:
     def __init__(self, steps: range | None, module: nn.Module | None, trace: Path | None) -> None:
-        """`steps`: consecutive numbers after the first step's, 0, else UserError; None: no profile. `trace` None:
-        another rank writes it.
+        """`steps`: consecutive step numbers above 0, else UserError; None: no profile. `trace` None: another rank
+        writes it.
         """
         if steps is not None and not _can_be_profiled(steps):
             raise UserError(

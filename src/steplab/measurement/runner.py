@@ -68,7 +68,9 @@ class Runner:
         return allocated_bytes(self.device)
 
     def stays(self, beyond: int = 0, patience_s: float = 0.0) -> int:
-        """Bytes held beyond the idle device's and `beyond`, after `patience_s` at most; 0 if libraries may keep it."""
+        """Bytes held beyond the idle device's and `beyond`, after at most `patience_s` seconds of waiting for their
+        release; 0 if they are so few that libraries may keep them.
+        """
         until_s = time.monotonic() + patience_s
         while True:
             held, idle = self.free(), self.idle_bytes

@@ -72,9 +72,9 @@ def measure_here(
     world: World | None = None,
     turns: Turns | None = None,
 ) -> Run:
-    """A failure of the model or of its memory goes into the record, one of `watch`'s steps, after all timing, into a
-    note. Collective; a record without a failure has all ranks' samples. Raises UserError or Unsupported for an
-    impossible request.
+    """Measure the step; a collective call. A failure of the model or for lack of memory is recorded. A failure of
+    `watch`'s steps, which follow all timing, becomes a note. A record without a failure has all ranks' samples. Raises
+    UserError or Unsupported for an impossible request.
     """
     device = world.device if world else open_device(spec.device)
     refuse_unserved_step(spec, device.torch_device)
@@ -107,12 +107,14 @@ def _least_state_bytes(spec: StepSpec) -> int:
 
 
 _LEAD_IN, _LEAD_IN_OF_SHORT = 1, 2
-"""Uncounted steps before a turn: the first takes memory from the driver again; in GPU steps below _SHORT_S the second
-lets Python run ahead.
+"""Uncounted steps before a turn: the first takes memory from the driver again; if GPU steps are shorter than _SHORT_S
+seconds, a second lets Python run ahead.
 """
 _SHORT_S = 0.1
 _WITH_ONE_THREAD, _LONGEST_WITH_ONE_THREAD_S = 6, 10.0
-"""Steps with one thread for comparison, and their longest time, estimated from all threads'."""
+"""Number of steps timed with one thread, for comparison. They are skipped if one could take longer than the second
+figure, in seconds: the step time with all threads, times the number of threads.
+"""
 
 
 class _Cell:
@@ -215,7 +217,7 @@ class _Cell:
         return found.best_s if found else ()
 
     def take_turns(self, turns: Turns) -> Run:
-        """Between turns the device holds the state for the next step, and no cache of the allocator."""
+        """Between requested turns the device holds the state for the next step, and no cache of the allocator."""
         device = self.device
         self.warm_up()
         warm = find_phase(self.warmup, "step")
@@ -285,7 +287,7 @@ class _Cell:
             )
 
     def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:
-        """Only of third-party models, and after all timing, because counting slows a step down."""
+        """Count FLOPs of third-party models only, and after all timing, because counting slows a step down."""
         if self.spec.cuda_graph == "step":
             self.notes.append("MFU and HFU: torch's FLOP counter does not see what CUDA graphs replay")
             return

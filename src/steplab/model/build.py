@@ -1,4 +1,4 @@
-"""Builds a Workload from a ModelSpec; the only place that knows the three kinds of model."""
+"""Builds a Workload from a ModelSpec: the plain Transformer, a transformers configuration or a user's factory."""
 
 import importlib
 import inspect
@@ -180,7 +180,7 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _only_defaults(spec: StepSpec, options: tuple[str, ...], why: str) -> None:
-    """Raise Unsupported for an inapplicable option, so that records do not claim it."""
+    """Raise Unsupported for an option that cannot apply and is not at its default, so that no record claims it."""
     for option in options:
         value = FIELDS[option].read(spec)
         if value != FIELDS[option].default:

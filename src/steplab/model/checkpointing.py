@@ -1,8 +1,8 @@
 """Calls the plain Transformer's blocks: unchanged, or with activations recomputed in the backward pass.
 
 A checkpointed block keeps only its input. Its backward pass reruns its forward pass up to the last tensor that it needs
-(torch's early stop), which skips the last matmul. The non-reentrant variant works under torch.compile and gives the
-same bits. Random state is not kept, because the model has no dropout.
+(torch's early stop), which skips the last matmul. torch's non-reentrant variant works under torch.compile, and gives
+the same bits as no checkpointing. Random state is not kept, because the model has no dropout.
 """
 
 from collections import Counter
@@ -43,10 +43,10 @@ _LINEAR = (_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default)
 
 
 def selective_contexts(checkpointing: str, *, is_compiled: bool) -> Any:
-    """Contexts for torch's checkpoint: of a block's forward pass and of its recomputation.
+    """Two contexts for torch's checkpoint, one for a block's forward pass and one for its recomputation.
 
-    Compiled code also keeps queries, keys and values after rotation. The compiler then drops the kept product before
-    them, of as many bytes; eager code would keep both.
+    Compiled code also keeps queries, keys and values after rotary embedding (steplab::rotary_heads). The compiler then
+    drops the output of the linear layer before it, which has as many bytes; eager code would keep both.
     """
     kept = _KEPT_IF_COMPILED if is_compiled else _KEPT_BY_SELECTIVE
     linear = Counter[bool]()
@@ -79,7 +79,7 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
 
     No parameter is renamed, and hooks on the block itself stay outside. The compiler also sees the recomputation, and
     decides what to keep. Exception: a fully recomputed block that is split over ranks reruns its compiled forward pass,
-    because torch 2.13 loses its mesh.
+    because torch 2.13 would lose its DTensors' device mesh.
 
     Args:
         index: the block's place, from 0.

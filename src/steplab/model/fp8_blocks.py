@@ -2,7 +2,7 @@
 
 Modules are replaced in place by others of the same parameters, after weights are loaded. The head, the embedding, norms
 and attention stay. With fused block operators, norm, SwiGLU and rotary kernels also return the largest magnitude of
-their results, which saves casts another read.
+their results, so the cast to fp8 need not read a result twice.
 
 Shape suffixes: B batch, T tokens (context), C d_model, 2 cosine and sine.
 """

@@ -17,8 +17,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
-    """Replaces a matmul and its cast to fp32 by a matmul with an fp32 result, on CUDA. The cast must be an output of
-    the graph, as weights' gradients are.
+    """Replaces a matmul and its cast to fp32 by a matmul with an fp32 result, on CUDA. It leaves casts alone unless
+    they are outputs of the graph, as weights' gradients are.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -34,7 +34,7 @@ class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
 
 @cache
 def gradients_of_products() -> GradientsOfProducts:
-    """The one shared pass, so that torch.compile sees the same options for all functions."""
+    """The shared Inductor graph pass: one object for all functions, so that torch.compile sees equal options."""
     return GradientsOfProducts()
 
 

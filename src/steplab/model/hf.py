@@ -131,7 +131,7 @@ def _sizes(text: Any) -> tuple[int | None, int | None]:
 
 
 def _experts(model: nn.Module, config: Any) -> Iterator[tuple[nn.Module, int, int]]:
-    """Modules of experts, their number, and how many of them a token uses."""
+    """For each module of experts: (module, number of experts, experts that a token uses)."""
     text = config.get_text_config()
     chosen: int = next((n for key in _CHOSEN if (n := getattr(text, key, None))), 0)
     for part in model.modules() if chosen else ():

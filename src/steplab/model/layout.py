@@ -1,11 +1,11 @@
 """Splits the plain Transformer over tensor-parallel ranks, and into pipeline stages.
 
-Queries, keys, values, gate and up are split by outputs, output and down by inputs. So attention and the feed-forward
-block need no communication inside (Shoeybi et al. 2019, "Megatron-LM"). Between them each rank has a part of the
-sequence, norms included. Tokens are gathered before the first products, and sums of the last ones scattered
-(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). The embedding and learned
-positions are split by rows, the head by outputs; the loss reads split logits. Grouped heads are split by heads of keys
-and values.
+The linear layers `query`, `key`, `value`, `gate` and `up` are split by outputs, `output` and `down` by inputs. So
+attention and the feed-forward part need no communication inside (Shoeybi et al. 2019, "Megatron-LM"). Between them, in
+norms and the residual stream, each rank has some tokens of each sequence. An all-gather of tokens precedes each part,
+and a reduce-scatter of its sums follows (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models"). The embedding and learned positions are split by rows, the head by outputs; the loss reads split
+logits. With grouped heads a rank has whole heads of keys and values, and the query heads that read them.
 
 A stage is a run of consecutive blocks with the whole model's parameter names. Shape suffixes as in transformer.py.
 """
@@ -118,7 +118,10 @@ class TransformerStage(nn.Module):
 
 
 def cut(whole: Transformer, numbers: Sequence[int], num_stages: int, around: Around) -> list[TransformerStage]:
-    """The pipeline stages with these numbers. `whole` is emptied, so that parameters of other stages are freed."""
+    """The pipeline stages with these numbers; `around` makes a context for each forward pass of a stage.
+
+    `whole` is emptied, so that parameters of other stages are freed.
+    """
     stages = [TransformerStage(whole, number, num_stages, around) for number in numbers]
     del whole.embedding, whole.positions, whole.blocks, whole.norm, whole.head
     return stages

@@ -210,7 +210,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
     def _tables_in_capture(self, key: Tensor, tensors: Sequence["Tensors"]) -> "_Tables":
         """Tables with addresses that the graph copies from CPU memory in each replay.
 
-        A capture cannot allocate that memory, so the step before provides it, and no later step uses it.
+        A capture cannot allocate that memory, so it takes the memory of the step before, which no later step uses.
         """
         before = self._tables.get(key)
         if before is None or before.on_host is None:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def adamw_rates_kernel(addresses_ptr, settings_ptr, rates_ptr, num_tensors, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Count a step of each tensor, and compute its rates in float64 by the formulas of adamw.adamw_step.
+    """Add one to each tensor's step count, and compute its rates in float64 by the formulas of adamw.adamw_step.
 
     addresses [tensors, WIDTH]: the fifth is the tensor's step count, in float32. settings [4], float64: learning rate,
     logarithms of both betas, weight decay. rates [tensors, 3], float32, written: decay factor, step size, correction of
@@ -44,14 +44,14 @@ def adamw_kernel(
     BLOCK: tl.constexpr,
     HAS_MASTERS: tl.constexpr,
 ):
-    """A block of a parameter, its moments and its gradient, by the formula of adamw.adamw_step.
+    """Update a block of a parameter and its moments from its gradient, by the formula of adamw.adamw_step.
 
     addresses [tensors, 5]: parameter, gradient, first and second moment, each a multiple of 16 bytes and float32, and
     the step count. With masters [tensors, 6]: the parameter is the float32 master, the gradient is bfloat16, and the
     last is the bfloat16 weight, which is only written.
 
-    counts [tensors]: elements. firsts [tensors]: the first program of each tensor. tensors [programs]: a program's
-    tensor. rates: from adamw_rates_kernel. first_rate and second_rate are one minus beta.
+    counts [tensors]: elements. firsts [tensors]: the first program of each tensor. tensors [programs]: the index of
+    each program's tensor. rates: from adamw_rates_kernel. first_rate and second_rate are one minus beta.
     """
     program = tl.program_id(0)
     tensor = tl.load(tensors_ptr + program).to(tl.int64)

@@ -6,13 +6,15 @@ import triton.language as tl
 
 @triton.jit
 def magnitude_bits(x):
-    """int32, for each element of a format of at most 32 bits."""
+    """|x| as the bits of a float32, in an int32. Compared as integers they have the order of |x|, with NaN on top.
+
+    x has a format of at most 32 bits."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def amax_so_far(amax_ptr):
-    """Bits of amax [1], float32 and 0 before the kernel; read past the L1 cache, where a copy may be old."""
+    """Bits of amax [1], a float32 that is 0 before the kernel. The load skips the L1 cache, whose copy may be old."""
     return tl.load(amax_ptr.to(tl.pointer_type(tl.int32)), cache_modifier=".cg")
 
 
@@ -64,10 +66,11 @@ def add_rms_norm_backward_kernel(
     HAS_BRANCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With n = sum rstd, h = grad weight: grad_x = rstd (h - n mean(h n)) + grad_sum, and in the branch's format.
+    """With n = sum rstd, h = grad weight: grad_x = rstd (h - n mean(h n)) + grad_sum. grad_branch is the same, in the
+    branch's format.
 
-    grad is the gradient of normed, grad_sum of the sum. shares [programs, width], float32: each program's sum of grad n
-    over its rows, every num_programs-th.
+    grad is the gradient of normed, grad_sum of the sum. Each program takes every num_programs-th row, and writes its
+    sum of grad n over these rows to shares [programs, width], float32.
     """
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -118,8 +121,10 @@ def _part(program, num_tokens, num_heads, num_kv_heads, head_dim, ROWS: tl.const
 
 @triton.jit
 def _angles(table_ptr, sine_distance, position, half, columns, inside, part):
-    """Cosines and sines of the rows' positions; for values, of an angle of zero. A block is compared for values,
-    because the interpreter of Triton 3.9 widens a scalar's comparison to int32, which is no mask.
+    """Cosines and sines of the rows' positions. Values are not rotated: their cosines are 1 and their sines 0.
+
+    `columns`, not the scalar `part`, is compared for the mask. The interpreter of Triton 3.9 widens a scalar's
+    comparison to int32, which is no mask.
     """
     places = position * half + columns
     turning = inside & (columns < tl.where(part < 2, half, 0))
@@ -195,7 +200,7 @@ def rotary_heads_backward_kernel(
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, k and v -> grad [tokens, (heads + 2 kv_heads) head_dim], contiguous: each pair turned back. The
+    """Gradients of q, k and v -> grad [tokens, (heads + 2 kv_heads) head_dim], contiguous: each pair rotated back. The
     first three come with the strides of batch, token and head; the last dimension is contiguous. amax [1]: the largest
     magnitude of grad, or None."""
     if amax_ptr is not None:

@@ -113,9 +113,9 @@ def reduced(losses_N: Tensor, targets_N: Tensor, *, mean: bool, ignore_index: in
 
 
 def _scales(targets_N: Tensor, mean: bool, ignore_index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The factors of the tokens' gradients in the forward pass, and of all gradients in the backward pass.
+    """The factor of each token's gradient in the forward pass; the factor of all gradients in backward, or None.
 
-    The number of targets stays on the device. If the logits' gradients are fp16, backward applies a mean's factor,
+    The number of targets stays on the device. If the logits' gradients are fp16, a mean is divided by it in backward,
     because smaller gradients would round to zero.
     """
     one = torch.ones((), dtype=sum_dtype(dtype), device=targets_N.device)

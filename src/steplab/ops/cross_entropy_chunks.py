@@ -10,8 +10,9 @@ gradient, a row of G. Then
 These are gradients of sum(scale * loss); the backward pass multiplies them by one number (Hsu et al. 2024, "Liger
 Kernel", section 3.2).
 
-Two operators of torch give losses and gradients (steplab::cross_entropy_chunked), and scale in place; their derivative
-is in cross_entropy.py. Rows are computed by plain PyTorch (`plain_rows`), the reference, or a kernel (`triton_rows`).
+Each implementation has two operators of torch: one computes losses and gradients (steplab::cross_entropy_chunked), one
+multiplies gradients in place (steplab::cross_entropy_chunked_scale). Their derivative is in cross_entropy.py. Rows are
+computed by plain PyTorch (`plain_rows`), the reference, or a kernel (`triton_rows`).
 
 Shape suffixes: N tokens, n tokens of a chunk, C width of the hidden state, V entries of the vocabulary, 1 a dimension
 of one.
@@ -60,8 +61,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def gradient_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of a stored gradient: float32 for fp16, in which a mean's gradients are too small before a loss scale
-    is applied.
+    """The dtype of a tensor's stored gradient: its own, but float32 for fp16. There a mean's gradients could round to
+    zero, because the loss scale is applied only in the backward pass.
     """
     return torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
 
@@ -148,7 +149,7 @@ def _gradient_like(tensor: Tensor, num_tokens: int) -> Tensor:
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
-    """Compute out = a b, or out += a b with `add`; sums are in out.dtype, the factors' dtype or a wider one."""
+    """Compute out = a b, or out += a b with `add`, summed in out.dtype, which may be wider than the factors' dtype."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     elif out.is_cuda:
@@ -195,10 +196,10 @@ def plain_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n: 
 
 
 BLOCK, NUM_WARPS = 16384, 32
-"""Columns of a row that a program loads at a time, and its warps: 16 columns in 64 registers of a thread.
+"""Columns of a row that a program loads at a time, and its warps: 16 columns for each thread, which has 64 registers.
 
-The fastest of eight on an H200, where a multiprocessor has one row at a time (benchmarks/kernels.py cross_entropy
---tiles).
+The fastest of eight candidates on an H200, where a multiprocessor has one row at a time (benchmarks/kernels.py
+cross_entropy --tiles).
 """
 SCALED_BLOCK, MOST_PROGRAMS = 8192, 1024
 

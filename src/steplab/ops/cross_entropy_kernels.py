@@ -1,7 +1,7 @@
 """The kernels of the fused loss: softmax, loss and gradient of rows of logits, and a gradient times a number.
 
 A program reads its row for the log-sum-exp, and again, mostly from the L2 cache, to overwrite it by its gradient. Each
-lane keeps a running maximum and a sum relative to it, so that lanes meet once a row (Milakov and Gimelshein 2018,
+lane keeps a running maximum and a sum relative to it, and lanes combine them once a row (Milakov and Gimelshein 2018,
 "Online normalizer calculation for softmax"). Exponentials are powers of two, which the hardware has. Only a logit's
 difference from the largest is rounded: rounding logits near 10,000 would leave the softmax three digits.
 """

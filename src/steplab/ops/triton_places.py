@@ -11,8 +11,8 @@ ADAMW_BLOCK, ADAMW_WARPS = 512, 4
 """Elements of a program of AdamW's kernel, and its warps. Each thread loads 16 bytes of each float32 tensor, in 38
 registers.
 
-A program of 1,024 with masters takes 128 registers. It lengthens an update during a backward pass, though not one
-alone.
+With 1,024 elements and masters a thread would take 128 registers. An update during a backward pass would then take
+longer, though not one that runs alone.
 """
 RATES_BLOCK = 128
 """Tensors per program of adamw_rates_kernel: one per thread."""
@@ -23,8 +23,8 @@ It is the same on every GPU, because it decides the order of sums of the weight'
 """
 
 FP8_MULTIPLE = 16
-"""Tokens, inputs and outputs of an fp8 linear layer must be multiples of this, because operands are read by 16
-bytes.
+"""Tokens, inputs and outputs of an fp8 linear layer must be multiples of this, because operands are read 16 bytes at a
+time.
 """
 
 

@@ -21,9 +21,9 @@ from .errors import Unsupported, UserError
 class UpdateByParts:
     """Divides an optimizer's step into partial steps, which together equal one step over all parameters.
 
-    A repeated parameter begins the next step, as does a number changed between parts, such as the learning rate. Some
-    optimizers count steps in groups or attributes. Every part starts from the numbers before the step, so that they
-    change once.
+    The next step begins when a parameter comes again, or when a number such as the learning rate was changed between
+    parts. Some optimizers change numbers themselves, such as a step count in a group or attribute. Every part starts
+    from these numbers' values before the step, so that they change once a step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

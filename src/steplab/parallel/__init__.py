@@ -1,5 +1,5 @@
-"""Data parallelism and a sharded optimizer, to copy into other projects. It needs only torch, one kernel Triton, and
-sizes.py neither.
+"""Data parallelism and a sharded optimizer, to copy into other projects. The folder needs only torch, and
+peer_copies.py Triton for its kernel; sizes.py needs neither.
 """
 
 from typing import TYPE_CHECKING, Any

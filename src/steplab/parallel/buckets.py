@@ -39,7 +39,7 @@ class Bucket(Protocol):
         """Wait for the averages, each shaped as its parameter; None for parameters that other ranks own."""
 
     def release(self) -> None:
-        """Drop gradients outside the bucket's memory."""
+        """Drop references to gradients that lie outside the bucket's memory."""
 
 
 def views_of(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -65,8 +65,8 @@ def fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
 
 
 def with_late(averages: Sequence[Tensor | None], gradients: Sequence[Tensor | None], size: int) -> list[Tensor | None]:
-    """Add gradients that came after averaging, for a second averaging. `size` rescales averages before it: the number
-    of ranks if only owners have them, else 1.
+    """Add gradients that came after averaging to the averages, to average the sums again. Averages are first multiplied
+    by `size`: the number of ranks if only owners have them, since the other ranks then add nothing, else 1.
     """
     found: list[Tensor | None] = []
     for average, gradient in zip(averages, gradients, strict=True):
@@ -82,7 +82,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def layout_of(parameter: Tensor) -> tuple[int, ...]:
-    """Strides for the parameter's gradient: optimizers are fastest on equal strides. Slow: not for backward passes."""
+    """Strides for the parameter's gradient: optimizers are fastest on equal ones. Too slow for backward passes."""
     if fills_its_memory(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()

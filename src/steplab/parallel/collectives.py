@@ -121,7 +121,7 @@ def check_alike(
     collectives: Collectives, settings: Mapping[str, Any], tensors: Sequence[tuple[str, Tensor]], what: str = "module"
 ) -> None:
     """Raise UserError on all ranks if their settings or their named tensors' forms differ: they would wait for each
-    other, or overwrite weights. `what` has to be built alike.
+    other, or overwrite weights. `what` is the message's word for what has to be built alike.
     """
     everyone = collectives.host_gather((dict(settings), {name: _form(tensor) for name, tensor in tensors}))
     first_settings, first_tensors = everyone[0]

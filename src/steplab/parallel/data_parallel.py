@@ -58,7 +58,7 @@ class DataParallel(nn.Module):
             (peer_copies.py), with device memory for a second copy of all gradients, outside torch's allocator.
         to_owners: each gradient is averaged only on its parameter's owner, with half the traffic, and becomes None
             elsewhere, for `ShardedOptimizer(..., owners=model.owners)`. Gradients must be dropped or zeroed before
-            the next backward pass. Code that needs all gradients (the norm for clipping) must combine all ranks.
+            the next backward pass. Code that needs all gradients (a norm for clipping) must combine all ranks'.
 
     Several DataParallel modules in one group must run backward and synchronise in the same order on all ranks. Every
     synchronisation compares orders and raises UserError on all ranks if they differ. Ranks already in a collective wait

@@ -28,8 +28,8 @@ _LINE = 0
 class ParameterCopies:
     """Copies of updated parameters into the other ranks' buffers, without a collective.
 
-    Each rank signals that it no longer reads old parameters. Then copy engines work during the next forward pass, in
-    its order. A signal announces each buffer.
+    Each rank signals that it no longer reads old parameters. Then copy engines send buffers during the next forward
+    pass, in the order in which it needs them. A signal announces each buffer that has arrived.
     """
 
     def __init__(self, memory: PeerMemory, sizes_bytes: Sequence[int]) -> None:

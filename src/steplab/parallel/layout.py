@@ -82,7 +82,7 @@ def lay_out(
         module: equal on ranks that differ only in dp, fsdp and tp.
         tensor_plan: style by name of submodule, `*` for any one name; absent names are skipped.
         units: in the order of their forward passes; other parameters are gathered with the root.
-        wrap_units: called between splitting and sharding; it keeps parameters.
+        wrap_units: called between splitting and sharding; parameters must stay the same objects.
         policy: dtypes of gathered parameters and of averaged gradients; units without low_precision keep theirs.
         reshard_after_forward: free gathered parameters after forward, and gather them again for backward.
     """

@@ -1,21 +1,24 @@
 """Buckets of gradients that travel by copies into other ranks' memory, without collectives.
 
-A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py). A chunk takes three steps:
+A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py). Copies and means are each on a *line*,
+a CUDA stream of their own (peer_memory.py). A chunk takes three steps:
 
 1. *out*, on the line of copies: each rank copies gradients to the parts' owners, and signals them.
 2. on the line of means: after all signals, the owner writes the mean into its part.
-3. *home*, on the line of copies: the owner copies its part to all ranks, and signals them. With owners of parameters,
+3. *home*, on the line of copies: the owner copies its part to all ranks, and signals them. If parameters have owners,
    means stay.
 
 One line has all copies, because one copy engine sends to all peers over an NVSwitch. The order out(1), out(2), home(1),
-out(3), home(2), ... sends one chunk during another's means. In turn s rank r copies to rank r + s, once the next rank
-has ended the turn before; else two ranks would share a link. With owners, parts are too uneven for turns.
+out(3), home(2), ... sends one chunk while the means of another are computed. In turn s rank r copies to rank r + s,
+once the next rank has ended the turn before; else two ranks would share a link. If parameters have owners, parts are
+too uneven for turns.
 
-For B bytes each of n ranks sends 2 (n-1)/n B, as in a ring, or half with owners. One rank makes each mean, so all have
-the same bits.
+For B bytes each of n ranks sends 2 (n-1)/n B, as in a ring, or half if parameters have owners. One rank makes each
+mean, so all have the same bits.
 
-No memory is overwritten while it is read: a peer writes its part of my bucket after my gradients of that part, thus
-after the optimizer that read the last averages. A bucket is home after my own signal, which follows my copies.
+No memory is overwritten while it is read. A peer writes its part of my bucket only after my gradients of that part have
+arrived, thus after the optimizer that read the last averages. A bucket counts as home only after my own signal too: it
+follows my copies, so they no longer read the bucket.
 """
 
 from collections import deque
@@ -86,8 +89,8 @@ class PeerCopies:
         return self.bases[on_rank] + self._rings_start + ring * self.ring_bytes
 
     def make_room(self, num_bytes: int) -> int:
-        """Reserve `num_bytes` in every ring and return the offset, equal on all ranks. Waits for buckets that still use
-        them.
+        """Reserve `num_bytes` in every ring buffer and return the offset, equal on all ranks. Waits for buckets that
+        still use these bytes.
         """
         if self._cursor + num_bytes > self.ring_bytes:
             self._cursor = 0
@@ -141,7 +144,7 @@ class PeerCopies:
             self._unreturned = None
 
     def copy(self, copies: Sequence[Copies]) -> None:
-        """Start copies to each peer. With several peers they go in turns: a rank waits until the next rank has ended
+        """Start copies to each peer. Copies to several peers go in turns: a rank waits until the next rank has ended
         the previous turn.
         """
         if not self.go_home or len(self.peers) == 1:

@@ -1,8 +1,8 @@
 """Average one module's gradients over ranks, even if ranks' backward passes differ.
 
-All ranks launch each bucket once, in one order, then exchange flags, so their collectives match. A gradient that is
-absent on some ranks counts as zero there. A bucket with a late gradient is launched again, with its average plus the
-late gradients; by linearity the result is the average of the sums.
+All ranks launch each bucket once, in one order, then exchange two flags per parameter, so their collectives match. A
+gradient that is absent on some ranks counts as zero there. A bucket with a late gradient, one that came after its
+launch, is launched again, with its average plus the late gradients; by linearity the result is the average of the sums.
 
 A launched bucket holds its gradients (`.grad` is None until the end), so later backward passes never write to them. A
 hook refuses optimizer steps with unaveraged gradients. The exchange also compares the ranks' orders of launches, over
@@ -93,7 +93,7 @@ class GradientReducer:
         launches: LaunchOrder,
         owners: Owners | None = None,
     ) -> None:
-        """With `owners`, filled by `make_buckets`, only a parameter's owner gets its average."""
+        """With `owners`, which `make_buckets` fills, only a parameter's owner gets its average."""
         self.active = True
         self._owners = owners
         self._names, self._parameters = names, tuple(parameters)
@@ -152,7 +152,9 @@ class GradientReducer:
             )
 
     def _check_owned(self, optimizer: Optimizer, updated: set[Any]) -> None:
-        """Raise UserError on all ranks alike: no rank may wait alone in the exchange of parameters."""
+        """Raise UserError if the optimizer would update a parameter on a rank without its average. A ShardedOptimizer
+        raises on all ranks alike: no rank may wait alone in the exchange of parameters.
+        """
         assert self._owners is not None
         for parameter in updated:
             by = optimizer.owner(parameter) if isinstance(optimizer, ShardedOptimizer) else self._collectives.rank

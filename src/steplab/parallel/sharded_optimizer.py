@@ -171,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # torch.amp.GradScaler then also calls `step` after an overflow, and passes its verdict.
         self._step_supports_amp_scaling = bool(self._given_owners) and self._ranks.size > 1
         self._loads, self._frozen_loads = [0] * self._ranks.size, [0] * self._ranks.size
-        """Trained and frozen elements that each rank owns: at most (total + (size - 1) · largest) / size."""
+        """Number of trained and frozen elements that each rank owns: at most (total + (size - 1) · largest) / size."""
         self._owner: dict[Tensor, int] = {}
         self._flats: list[FlatParameters] = []
         self._flat_of: dict[nn.Parameter, FlatParameters] = {}

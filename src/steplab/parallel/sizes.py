@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 ALIGNMENT_BYTES = 16
 MOST_OF_THE_REST, LEAST_OF_THE_LIMIT = 1 / 2, 1 / 8
-"""Largest bucket as a share of the remaining gradients, and as a least share of `bucket_bytes`."""
+"""A bucket's limit: at most the first share of the gradients still to come, at least the second of `bucket_bytes`."""
 
 
 def grouped(
@@ -24,7 +24,8 @@ def grouped(
     completion.
 
     A group of several has at most `bucket_bytes`, and less towards the end of the backward pass, to send little after
-    it. If sending takes up to half as long as the pass, a bucket of half the rest leaves before the next is complete.
+    it. If sending takes up to half as long as computing gradients, half of what remains is sent before the next bucket
+    is complete.
     """
     sizes = [aligned_bytes(size) for size in sizes_bytes]
     rest = sum(sizes)
@@ -60,7 +61,7 @@ def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
 
 
 def owners_in(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Owners of each group's parameters, given by elements; each group and the total are spread evenly."""
+    """Owners of each group's parameters, given by numbers of elements; each group and the total are spread evenly."""
     loads = [0] * size
     return [owners_of(elements, loads) for elements in groups]
 
@@ -115,7 +116,7 @@ def shares_of(elements: Sequence[int], element_bytes: int, owners: Sequence[int]
 
 
 def worth_padding(shares: Sequence[int], device_type: str) -> bool:
-    """True if one collective on padded slots is better than one per owner."""
+    """True if one collective on padded slots is estimated to be faster than one collective per owner."""
     return device_type != "cpu" and len(shares) * max(shares) <= (1 + MOST_PADDING) * sum(shares)
 
 
@@ -125,7 +126,7 @@ def _aligned(num_elements: int, element_bytes: int) -> int:
 
 
 PAGE = 256
-"""Alignment in bytes of buckets, their parts and landing areas."""
+"""Alignment in bytes of buckets, their parts, and landing areas for received gradients."""
 PART_BYTES = 40 * 2**20
 """Largest part of a rank in a chunk, in bytes. On two H200s, 10 MiB, 20 MiB and undivided buckets slowed backward more
 (docs/ddp.md).
@@ -159,7 +160,7 @@ class Division(NamedTuple):
 
     @property
     def landing_bytes(self) -> int:
-        """Bytes that the bucket needs in each ring."""
+        """Bytes that the bucket needs in each ring, the buffer for one peer's gradients."""
         return sum(map(largest_part_bytes, self.chunks))
 
     def kept_bytes(self, rank: int) -> int:
@@ -204,8 +205,8 @@ class Places(NamedTuple):
 
 
 def placed(divisions: Sequence[Division], size: int) -> Places:
-    """Place all buckets and rings. A ring has a rank's share of the window, or room for three of the largest uneven
-    parts.
+    """Place all buckets, and the rings for received gradients. A ring has a rank's share of WINDOW_BYTES. With owners
+    it has room for at least three of the largest parts, which are uneven.
     """
     starts = [[0, *accumulate(pages(division.kept_bytes(rank)) for division in divisions)] for rank in range(size)]
     rings_start = max(ends[-1] for ends in starts)

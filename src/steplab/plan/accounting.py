@@ -1,8 +1,8 @@
 """Derives by formula the memory, the devices and the batch that hides communication, for training at scale.
 
-Source: "How to Scale Your Model" (Austin et al. 2025, Google DeepMind), part 5. Batches are in tokens, and the forward
-pass represents both. Communication is bytes over bandwidth, without latency. Times leave out attention's scores, norms,
-embeddings and the head; memory counts all parameters.
+Source: "How to Scale Your Model" (Austin et al. 2025, Google DeepMind), part 5. Batches are in tokens. Times are
+the forward pass's; the backward pass has twice the products and twice the bytes. Communication is bytes over bandwidth,
+without latency. Times leave out attention's scores, norms, embeddings and the head; memory counts all parameters.
 """
 
 import math
@@ -128,7 +128,7 @@ class _Facts:
         self.L = given("L", sizes.num_layers, "", "blocks")
         self.E = self.Ea = given("E", sizes.matrices, "", f"elements of a block's matrices: {sizes.kinds}")
         self.k = symbol("k", 1)
-        if sizes.experts:  # all are gathered, and a token is multiplied by some
+        if sizes.experts:  # all experts' weights are gathered; a token is multiplied by some
             number, chosen = sizes.experts
             multiplied = sizes.matrices - (sizes.num_parameters - sizes.num_active) / sizes.num_layers
             rows = f"experts that a token takes of {number}: {chosen} rows a token are multiplied"

@@ -23,9 +23,14 @@ Measured on four H200s as device memory in use minus reserved memory, OUTSIDE_BY
 communicator, 2076 to 2080 with two, 155 to 160 more with a pipeline (benchmarks/results/layout_h200_202611.md).
 """
 RESERVED_MARGIN = 0.10
-"""Margin over the dry run's reserved memory: up to 8.9 % in recorded steps, at most 3.3 % in all except five."""
+"""Share added to the reserved memory that the dry run predicts.
+
+Recorded steps reserved up to 8.9 % more than predicted, all except five at most 3.3 % more.
+"""
 BLOCKS_MARGIN = 0.16
-"""RESERVED_MARGIN for blocks compiled one by one, whose allocations are not followed: up to 14.8 % in recorded steps.
+"""RESERVED_MARGIN for blocks compiled one by one: the dry run does not follow allocations within them.
+
+Recorded steps reserved up to 14.8 % more than predicted.
 """
 LEAST_USABLE = 0.96
 """Usable share of the stated GiB on a card without a recorded figure.
@@ -49,8 +54,8 @@ def least_device_bytes(peak_bytes: int) -> int:
 def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES, *, by_compiled_block: bool = False) -> int:
     """Memory with which a GPU safely runs the step: reserved memory, a margin, and CUDA's own.
 
-    Less may do, because the allocator frees its cache before it fails. by_compiled_block: `reserved_bytes` sums blocks
-    compiled one by one, as in every compiled layout.
+    Less may do, because the allocator frees its cache before it fails. by_compiled_block: True if blocks are
+    compiled one by one, as in every compiled layout; their margin is larger.
     """
     margin = BLOCKS_MARGIN if by_compiled_block else RESERVED_MARGIN
     return round(reserved_bytes * (1 + margin)) + outside

@@ -24,8 +24,8 @@ def check_runs(
 ) -> list[TimeCheck]:
     """Compare every timed run on a GPU with its prediction.
 
-    predict: takes a step and a GPU's name; the check records why it raises UserError. on_progress: gets the numbers of
-    checked runs and of all.
+    predict: returns a step's predicted time and peak bytes (None: unknown) on a GPU, given by name; a UserError is
+    recorded as the reason for no prediction. on_progress: called with the numbers of checked runs and of all.
     """
     timed = [run for run in runs if run.timing is not None and run.spec is not None and run.device_name]
     waiting, predicted, found = _that_waited(timed), cache(predict), list[TimeCheck]()
@@ -44,6 +44,7 @@ def _that_waited(runs: Sequence[Run]) -> set[str]:
 
 
 Predicted = tuple[StepTimePrediction, int | None]
+"""(time, peak bytes; None: unknown)"""
 
 
 def _gpu_named(device_name: str) -> Gpu:

@@ -233,7 +233,7 @@ class _Fuser:
     def _read(self, version: Version, spans: Spans, reader: _Group) -> dict[Version, Spans]:
         """Tensors in memory that a fused kernel reads to obtain this version.
 
-        Results of an earlier pass that are not in memory are recomputed from their kernel's inputs.
+        What an earlier pass (forward, or backward) did not store is recomputed from its kernel's inputs.
         """
         made = self._made.get(version)
         if made is None or made.group is None or made.group.pass_name == reader.pass_name:

@@ -29,6 +29,7 @@ class PhaseCell:
     measured_s: float
     parts: tuple[TimePart, ...]
     step: tuple[TimePart, ...]
+    """Predicted GPU time of the whole step; `parts`: of this phase."""
     replayed: bool
 
     @property
@@ -75,9 +76,10 @@ def host_paces(cells: Sequence[PhaseCell]) -> dict[Machine, float]:
 
 
 def waited(cell: PhaseCell, paces: Mapping[Machine, float]) -> bool:
-    """True if Python was hardly ahead at the end of this phase, or its kernels take little longer than Python there.
+    """True if the GPU waited for Python in this phase; False for replayed CUDA graphs.
 
-    A machine of unknown pace gets the median of the others.
+    Either Python was hardly ahead of the GPU at the phase's end, or the kernels' time is at most `_AHEAD` times
+    Python's time to launch them. A machine of unknown pace gets the median pace of the others.
     """
     if cell.replayed:
         return False

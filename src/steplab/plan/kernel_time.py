@@ -19,9 +19,10 @@ from steplab.specs.step import StepSpec
 
 HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _FLOPS_OF_A_DRAW = (74 / 4, 40 / 4 / BACKWARD_FLOPS)
-"""fp32 FLOPs to draw dropout's random numbers, forward and backward, per attention FLOP over the head dimension.
+"""fp32 FLOPs to draw dropout's random numbers, forward and backward, as multiples of attention's FLOPs over the head
+dimension.
 
-cuDNN's kernel takes 1.1 and 0.6 ps a score on an H200.
+They amount to 74 and 40 FLOPs a score. cuDNN's kernel takes 1.1 and 0.6 ps a score on an H200.
 """
 _ONE_PASS = {"rotary_heads": "fused", "swiglu": "fused"}
 _ONE_PASS |= {"add_rms_norm": "fused reduction", "cross_entropy_softmax": "fused reduction"}
@@ -40,7 +41,7 @@ def kernel_in_step_s(kernel: Kernel, gpu: Gpu, *, replayed: bool = False) -> flo
 
 
 class KernelTimes:
-    """Seconds of kernels as of `kernel_in_step_s`, computed once for all kernels of the same sizes."""
+    """Seconds of kernels, as `kernel_in_step_s` predicts them, computed once for all kernels of the same sizes."""
 
     def __init__(self, gpu: Gpu, *, replayed: bool = False) -> None:
         self._gpu, self._replayed = gpu, replayed
@@ -106,8 +107,8 @@ class Host:
 def hosts_of(spec: StepSpec, gpu: Gpu, operators: Iterable[Operator] | None) -> tuple[dict[str, Host], ...]:
     """Python's time and the GPU's idle time by phase, for a quick CPU and for the measured one.
 
-    Empty if the CPU's time per operator is unknown, or the step compiled or not traced. Python waits for the GPU where
-    the model reads a value off a tensor, as transformers does to detect packed sequences.
+    Empty if the CPU's time per operator is unknown, or if the step is compiled or was not traced. Python waits for the
+    GPU where the model reads a value off a tensor, as transformers does to detect packed sequences.
     """
     rates = gpu.rates.host
     if operators is None or spec.compile != "off" or not rates.forward_call_s:

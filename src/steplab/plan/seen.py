@@ -10,7 +10,7 @@ from steplab.specs.step_choices import FP8
 
 
 def is_held_out(spec: StepSpec, held_out: Mapping[str, Sequence[str]]) -> bool:
-    """True if one of the spec's fields has a held-out value; a resized model counts by its name too."""
+    """True if one of the spec's fields has a held-out value; a resized model also counts as its original."""
     return any(
         str(FIELDS[name].value(spec)) in values or (name == "model" and spec.model.name in values)
         for name, values in held_out.items()

@@ -101,7 +101,11 @@ def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "d
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Iterable[Operator] | None = None) -> CompiledShares:
-    """Fractions of the eager step's kernels and times that torch.compile leaves; errors as of `predict_step_time`."""
+    """Ratios of the compiled step's times and kernel counts to the eager step's, all predicted.
+
+    It also lists code lines that wait for the GPU to read a value, or copy a tensor from the CPU. operators: as in
+    `predict_step_time`, which raises the same exceptions.
+    """
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     known = dataclasses.replace(spec, update=AFTER)  # not compiled whole if overlapped
     eager, compiled = (_parts(dataclasses.replace(known, compile=mode), gpu, operators) for mode in ("off", "default"))
@@ -224,7 +228,7 @@ def as_chosen(spec: StepSpec, gpu: Gpu) -> StepSpec:
 
 
 _FEWEST_MICRO_STEPS = 2
-"""The first micro-step allocates the gradients, and each later one adds to them."""
+"""Micro-steps to run dry: the first allocates the gradients, and each later one adds to them."""
 
 
 def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
@@ -238,7 +242,10 @@ def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
 
 
 def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _Sum]":
-    """Kernels of a step with its first `num_first` blocks checkpointed; each further block of a sort adds the same."""
+    """Kernels of a step with its first `num_first` blocks checkpointed.
+
+    Each further block, checkpointed or not, is assumed to add the same kernels as the others like it.
+    """
     assert spec.model.shape is not None
 
     def summed(first: int, others: int) -> "dict[_Key, _Sum]":
@@ -254,7 +261,7 @@ def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _S
 
 
 def _repeated(make: "Callable[[int], dict[_Key, _Sum]]", fewest: int, number: int, step: int = 1) -> "dict[_Key, _Sum]":
-    """make(number); each `step` beyond `fewest` adds the same."""
+    """Kernels of `number` blocks or micro-steps, extrapolated from `make(fewest)` and `make(fewest + step)`."""
     if number <= fewest + step:
         return make(number)
     return _extrapolated(make(fewest), make(fewest + step), (number - fewest) // step)

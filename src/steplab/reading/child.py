@@ -27,7 +27,7 @@ def profile(on_progress: OnProgress, trace: Path, *, source: str | None, step_ra
 
 
 def rank(on_progress: OnProgress, trace: Path, *, step_range: str | None, whole: int) -> object:
-    """Reduce one rank's trace to a RankTrace; `whole` adds its Profile."""
+    """Reduce one rank's trace to a RankTrace; a `whole` other than 0 adds its Profile."""
     from dataclasses import replace
 
     from steplab.reading.traces.digest import digest

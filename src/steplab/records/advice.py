@@ -19,7 +19,7 @@ class Tried:
     """Changed field, as in study files."""
     value: str
     along: tuple[str, ...] = ()
-    """Further changes in the trial: requirements of the change, or parts of the recipe `fast`."""
+    """Further changes in the same trial: those that the change requires, or all other parts of the recipe `fast`."""
     code: tuple[str, ...]
     """Lines that make the change in your own model and training loop."""
     numerics: str = ""
@@ -65,7 +65,7 @@ class Advice(StepRecord):
     start_id: str | None = None
     best_id: str | None = None
     start_s: float | None = None
-    """Median seconds of `spec`, as measured for `overall`; None if it failed."""
+    """Median seconds of a step of `spec`, measured together with the fastest step (`overall`); None if it failed."""
     best_s: float | None = None
     overall: Ratio | None = None
     """Time of the fastest step over the time of `spec`, alternating; if time ran out (see notes), the product of the
@@ -82,7 +82,7 @@ class Advice(StepRecord):
     """Estimated seconds for trying all of `untried`, from the trials so far; None: unknown."""
     interrupted: bool = False
     by_hand: tuple[Finding, ...] = ()
-    """Findings that need a change outside the spec's fields, so you apply them."""
+    """Findings whose change no field of the spec can express, so that you must make it yourself."""
     doubts: tuple[str, ...] = ()
     """Reasons to doubt the times of the first and the fastest step, as sentences."""
     alternating: str | None = None

@@ -67,7 +67,7 @@ class AttentionCell(Outcome):
     interleaved: tuple[str, ...] = ()
     """Implementations measured in alternation, one repeat each; empty: measured alone."""
     notes: tuple[str, ...] = ()
-    """Missing data with reasons, the implementation chosen for `auto`, and overhead within the times."""
+    """Missing data with reasons, the implementation that `auto` chose, and overhead that the times include."""
 
     def samples(self, name: str) -> tuple[float, ...]:
         found = find_phase(self.passes, name)
@@ -128,9 +128,11 @@ class AttentionAccount:
     memory_source: str
     """Device, and source of its memory size."""
     asked: AttentionSpec | None = None
-    """The requested spec if it fits; `spec` has its sequence doubled until it does not. None: `spec` was requested."""
+    """The requested spec, if it fits in memory; `spec` is then the first that does not, with the sequence doubled again
+    and again. None: `spec` was requested.
+    """
     previous: AttentionSpec | None = None
-    """Spec with the largest shorter sequence, which fits; None: none was examined."""
+    """Spec with the longest sequence that was examined and fits in memory; None: none was examined."""
     previous_bytes: int | None = None
     measured: Failure | None = None
 

@@ -27,9 +27,11 @@ class RankTimes:
     unknown.
     """
     held_s: float | None = None
-    """Longest hold of the device before calls, in seconds, for Python to launch ahead; None: unknown, or a CPU."""
+    """Longest time in seconds that the device was kept waiting before timed calls, so that Python could launch ahead.
+    None: unknown, or a CPU.
+    """
     alone_s: tuple[float, ...] = ()
-    """Host seconds of single calls, after a barrier and synchronised on both sides."""
+    """Host seconds of single calls after a barrier, synchronised before and after each call."""
 
     @property
     def best_s(self) -> tuple[float, ...]:
@@ -47,7 +49,9 @@ class RankTimes:
 
     @property
     def drift(self) -> float:
-        """Median of `best_s` over the smallest of `thirds_s`; above 1, times changed meanwhile."""
+        """Median of all samples over the smallest median of a third of them: clearly above 1 if times changed
+        meanwhile.
+        """
         return drift(self.best_s)
 
     def problems(self) -> Iterator[Problem]:
@@ -118,8 +122,8 @@ class CommFit:
     """Seconds per rank; None: the fit is of one world size."""
     num_points: int
     rms_relative: float | None
-    """Root mean square of (fitted - measured) / measured, which the fit minimises. None: as many points as
-    coefficients.
+    """Root mean square of (fitted - measured) / measured, which the fit minimises. None: it would be zero, with no more
+    points than coefficients.
     """
     worst_relative: float | None
     """Largest (fitted - measured) / measured by magnitude, signed; None as for `rms_relative`."""

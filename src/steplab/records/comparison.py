@@ -34,7 +34,7 @@ class Ratio:
     more: int | None = None
     """Further samples or turns per side that would decide. None: too many, or the ratio is too near the threshold."""
     why: str = ""
-    """Why `decision` is weaker than the interval suggests; empty: it is not."""
+    """Reason why `decision` claims less than the interval would allow; empty: it does not."""
 
     @property
     def exceeds(self) -> bool | None:
@@ -157,7 +157,7 @@ class Comparison:
     can_run_again: bool = True
     """False if `steplab ab` cannot measure the sides again, such as recorded loops."""
     doubts: tuple[str, ...] = ()
-    """Reasons to doubt the times; intervals then include the spread between processes on such machines."""
+    """Reasons to doubt the times. If there are any, intervals include the spread between processes on such machines."""
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:

@@ -75,14 +75,16 @@ class DdpRank:
     baseline: tuple[PhaseSamples, ...] = ()
     """Samples of the alternating step without communication; empty for the baseline."""
     held_s: float | None = None
-    """Longest hold of the device before a step, in seconds, for Python to launch ahead; None: unknown, or a CPU."""
+    """Longest time in seconds that the device was kept waiting before a timed step, so that Python could launch ahead.
+    None: unknown, or a CPU.
+    """
     alone_s: tuple[float, ...] = ()
     """Seconds of one step's collectives alone, one sample per repeat."""
     memory: tuple[StateMemory, ...] = ()
     peak: PeakMemory | None = None
     """Peak during warm-up, including the baseline's memory; None: the allocator keeps no count."""
     beside_bytes: int | None = None
-    """Bytes allocated meanwhile outside the variant, such as the baseline's model."""
+    """Bytes that other models, such as the baseline's, held before the variant was built; `peak` includes them."""
 
     def samples(self, phase: str, *, baseline: bool = False) -> tuple[float, ...]:
         found = find_phase(self.baseline if baseline else self.phases, phase)
@@ -90,9 +92,9 @@ class DdpRank:
 
     @property
     def baseline_freed(self) -> bool:
-        """True if memory of the baseline or an earlier variant was freed meanwhile.
+        """True if memory that the baseline or an earlier variant held was freed after this variant was built.
 
-        Counted bytes are then too low, and other memory is unknown.
+        `allocated_bytes`, a difference from the bytes before, is then too low, and other memory is unknown.
         """
         counted = ((memory.allocated_bytes, memory.known_bytes) for memory in self.memory)
         return any(allocated is not None and allocated + _ROUNDING_BYTES < known for allocated, known in counted)
@@ -100,7 +102,7 @@ class DdpRank:
     def moment(self, name: str) -> StateMemory | None:
         """Memory at one of MOMENTS; its `allocated_bytes` is None if `baseline_freed`.
 
-        Early records have several readings at after_step; the last counts.
+        Records of early versions have several readings at after_step; the last one is returned.
         """
         looks = [memory for memory in self.memory if memory.moment == name]
         if not looks:
@@ -152,8 +154,8 @@ class DdpCell(Outcome):
     first_step_s: float | None = None
     """Seconds of rank 0's first step, including compilation."""
     deviation: float | None = None
-    """Largest deviation of a parameter tensor from training in one process on all batches, after two steps, over the
-    tensor's change in them. None: not checked.
+    """Check of the results against training in one process on all batches, after two steps. It is the distance (2-norm)
+    between the two values of a parameter tensor over the tensor's change, largest over tensors. None: not checked.
     """
     traced: TracedSteps | None = None
     expected: tuple[StateMemory, ...] = ()
@@ -175,9 +177,9 @@ class CurvePoint:
     """Size in 1e6 bytes."""
     num_buckets: float
     exposed_s: float
-    """Exposed seconds if calls overlap backward fully: the last bucket, or the link's backlog."""
+    """Exposed seconds if calls can overlap backward fully: the last bucket's call, or more if the link falls behind."""
     serial_s: float
-    """Exposed seconds if every call's overhead and the last transfer are exposed."""
+    """Exposed seconds if each call's overhead is exposed, and the last bucket's transfer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,7 +252,7 @@ DDP_ROW: tuple[Figure[DdpRun], ...] = (
 def _time(
     name: str, group: Group, read: Callable[[DdpRank], tuple[float, ...]], *, decides: bool = False
 ) -> Figure[DdpCell]:
-    """A time's figure on the rank with the slowest median step; its value is None if a sample is zero."""
+    """Figure of a time on the rank with the slowest median step; the time is None if a sample is zero."""
 
     def samples(cell: DdpCell) -> tuple[float, ...]:
         timed = [rank for rank in cell.ranks if rank.samples("step")]

@@ -10,13 +10,13 @@ from steplab.records.timing import HARDLY_AHEAD, curve, waits_for_host
 from steplab.units import counted, format_limit, format_time
 
 _NOTICEABLE = 0.1
-"""Least share of the processors in use by others that counts."""
+"""Smallest share of the processors that other processes must use to make the machine busy."""
 _CROWDED = 1.5
 """Load average per processor above which the machine is busy, if `other_cpus` is unknown."""
 _SUSPENDED_S = 0.1
 """Shortest suspension in seconds that counts; clock readings may differ by less."""
 _SLOWDOWNS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
-"""NVML's reasons for a lower clock by poor cooling or power supply, unlike the normal power limit."""
+"""NVML's reasons for a lower clock that point to poor cooling or power supply; the power limit is no such reason."""
 
 WAITS, BUSY = "waits for host", "busy machine"
 """WAITS: the device waits for the host, which a quiet machine would not change."""
@@ -26,7 +26,7 @@ MEANINGS = {
     "unsteady": "the step time did not settle",
     WAITS: "the GPU waits for Python",
 }
-"""Legend of the words that do not explain themselves."""
+"""Legend of those words in the column `warning` that do not explain themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +38,8 @@ class Disturbance:
 def disturbances(run: Run) -> tuple[Disturbance, ...]:
     """Reasons to doubt a run's step time; empty without timing.
 
-    A quarter of the steps take over twice the median, or times do not settle within 5 %; the device waits for the host;
-    others use CPU or GPU, heat or power lowers the clock, or the machine was suspended.
+    The reasons: a quarter of the steps take over twice the median; times do not settle within 5 %; the device waits for
+    the host; others use CPU or GPU; heat or power lowers the clock; the machine was suspended.
     """
     return tuple(_found(run))
 

@@ -40,7 +40,8 @@ class Environment:
     triton: str | None = None
     driver: str | None = None
     flash_triton: str | None = None
-    """Kernels of attention flash_triton in 16-bit formats: hopper or portable; None: unknown, or none."""
+    """Kernels that the attention flash_triton has here for 16-bit formats: hopper or portable; None: unknown, or none.
+    """
     git_commit: str | None = None
     """Git commit of the working directory, with '+' for uncommitted changes; None outside a checkout."""
     load_average: float | None = None

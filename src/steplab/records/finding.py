@@ -21,7 +21,8 @@ class Trial:
     before_s: float
     """Median step seconds without the change; both steps alternated."""
     after_s: float | None
-    """`before_s` times the measured ratio, corrected for common slowdowns (comparison.samples); None: the step failed.
+    """Step seconds with the change: `before_s` times the measured ratio, corrected for slowdowns common to both steps
+    (comparison.samples). None: the step failed.
     """
     least_saved_s: float | None = None
     """Lower end of the 95 % interval of `saved_s`; None: no interval."""
@@ -29,7 +30,7 @@ class Trial:
     run_ids: tuple[str, ...]
     """Ids of the records: without the change, then with it if measured."""
     tokens_ratio: float = 1.0
-    """Tokens per step with the change over without; not 1 if the batch changes."""
+    """Tokens per step with the change over tokens per step without it; not 1 if the batch changes."""
     failure: str | None = None
     alternating: str | None = None
     """Why each turn had its own process (records.timing); None: it had not."""
@@ -55,10 +56,12 @@ class Finding:
     saves_s: float | None = None
     """Predicted seconds saved per step, on the tokens of the present step; None: no prediction."""
     limited_from_s: float | None = None
-    """Predicted seconds saved without any other change, if other changes reduce `saves_s`; None: they do not."""
+    """Predicted seconds that this change alone saves, if they exceed what the findings before it leave of the step
+    (`saves_s`). None: equal to `saves_s`.
+    """
     tokens_ratio: float = 1.0
-    """Tokens per step with the change over without; above 1 the step gets longer, and `saves_s` is for the present
-    tokens.
+    """Tokens per step with the change over tokens per step without it. Above 1 the step gets longer; `saves_s` is then
+    the time saved on as many tokens as a step has now.
     """
     at_most: bool = False
     prediction: str = ""
@@ -72,7 +75,7 @@ class Finding:
 
     @property
     def alone_s(self) -> float | None:
-        """Predicted seconds saved without any other change, as in a trial; None: no prediction."""
+        """Predicted seconds that this change alone saves, as in its trial; None: no prediction."""
         return self.saves_s if self.limited_from_s is None else self.limited_from_s
 
     @property
@@ -81,7 +84,7 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Sort by gain, largest first and unknown last; a finding named by `after` precedes its dependent."""
+    """Sort by gain, largest first and unknown last; a finding that another names in `after` comes before it."""
     found = sorted(findings, key=lambda one: -math.inf if one.gain_s is None else one.gain_s, reverse=True)
     for finding in list(found):
         first = next((one for one in found if finding.after == one.kind), None)

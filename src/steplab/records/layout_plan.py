@@ -41,9 +41,9 @@ class LayoutTime:
     """Lower end of the 90 % interval."""
     high_s: float
     compute_spread: float
-    """Half width of the interval's computation part, over the time without communication."""
+    """Error of predicted computation: half the width of its 90 % interval, over the step time without communication."""
     communication_spread: float
-    """Half width of the interval's communication part, as a share of `exposed_s`."""
+    """Error of predicted communication: half the width of its 90 % interval, over `exposed_s`."""
     compute_s: float
     """Kernel seconds of forward and backward, without communication."""
     waiting_s: float
@@ -75,7 +75,9 @@ class LayoutCandidate:
     """Device memory that is certainly enough."""
     worst_rank: str = ""
     time: LayoutTime | None = None
-    """Predicted time; None: unknown link speed, or a searched layout that does not fit."""
+    """Predicted time. None: a link's speed is unknown, or the layout does not fit. A layout that you name has a time
+    even if it does not fit.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -92,7 +94,7 @@ class LayoutPlan:
     usable_bytes: int
     candidates: tuple[LayoutCandidate, ...]
     num_as_fast: int
-    """Number of layouts, from the first, as fast as it within the predictions' errors."""
+    """Number of layouts, including the first, that are slower than it by no more than the predictions' errors."""
     network: str = ""
     """Network between nodes, such as InfiniBand NDR; empty: unknown."""
     network_bytes_per_s: float | None = None

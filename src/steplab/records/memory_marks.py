@@ -58,8 +58,8 @@ class Saved:
     address: Natural
     position: Natural
     module: str
-    """Innermost module running when it was saved, or ''. Outside autograd's graph: the block with it as input, else the
-    module that made it.
+    """Innermost module running when it was saved, or ''. If checkpointing or the model holds it: the block that has it
+    as input, else the module that made it.
     """
     op: str
     """Backward node that saved it, such as MmBackward0; '' if checkpointing or the model holds it."""

@@ -121,7 +121,7 @@ class SavedTensors:
     dtype: str
     count: Positive
     stored_bytes: int
-    """Bytes that earlier groups do not include: a tensor saved twice counts once, a parameter never."""
+    """Bytes that no earlier group counts: a tensor that is saved twice counts once, a parameter never."""
     category: Category = "activations"
     """activations, parameters, autocast_copies or inputs."""
 
@@ -177,9 +177,9 @@ class MemoryProfile:
     """Tensors saved by autograd, most bytes first; empty: none, or not readable."""
     saved_left_out: LeftOut | None = None
     blocks: tuple[BlockMemory, ...] = ()
-    """The first Transformer block, then the first of each kind with different memory."""
+    """The first Transformer block, then each further one whose memory differs from all before."""
     blocks_left_out: LeftOut | None = None
-    """Further kinds of blocks, and their saved bytes, one block each; None: none."""
+    """Number of different blocks that `blocks` omits, and their saved bytes; None: none."""
     num_events: int = 0
     device: str | None = None
     """Device of the history, such as 'cuda:0'; None: it covers only one."""

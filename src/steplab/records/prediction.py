@@ -8,8 +8,9 @@ from steplab.specs.step import StepSpec, describe
 from steplab.units import format_bytes
 
 PredictionKind = Literal["dry_run", "traced", "estimate", "at_least"]
-"""dry_run: all operators were followed. traced: torch ran some without content; memory inside most of their kernels is
-unknown. estimate: unknown operators count with typical sizes. at_least: some are omitted, so the peak is a lower bound.
+"""dry_run: all operators were followed. traced: torch ran some on tensors without data, so memory inside most of their
+kernels is unknown. estimate: unknown operators count with typical sizes. at_least: some operators are omitted, so the
+peak is a lower bound.
 """
 
 FitVerdict = Literal["fits", "too tight to promise", "does not fit", "not known"]
@@ -17,7 +18,7 @@ FitVerdict = Literal["fits", "too tight to promise", "does not fit", "not known"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
-    """A summand of a predicted sum, for checking it by hand."""
+    """Equal tensors as one summand of a predicted peak, for checking it by hand."""
 
     category: str
     """One of memory_profile.MEMORY_CATEGORIES."""
@@ -27,7 +28,7 @@ class Term:
     """Bytes of one tensor in the symbols of docs/memory_formulas.md, such as '4 B h T²'."""
     num_bytes: int
     count: int = 1
-    """Such tensors, for example one per block."""
+    """Number of such tensors, for example one per block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +38,8 @@ class CardFit:
     usable_is_known: bool
     """True if `usable_bytes` was read from such a GPU; else it is a cautious share of the stated memory."""
     verdict: FitVerdict
-    """fits: at least `safe_device_bytes`. does not fit: less than `least_device_bytes`. too tight to promise: between
-    the two. not known: at least the prediction, which is a lower bound.
+    """By `usable_bytes`. fits: at least the prediction's `safe_device_bytes`. does not fit: less than its
+    `least_device_bytes`. too tight to promise: between the two. not known: enough for a peak that is a lower bound.
     """
 
 

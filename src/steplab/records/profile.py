@@ -42,7 +42,7 @@ PhaseName = Annotated[str, one_of((*PHASES, OUTSIDE))]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelStats:
-    """Calls of one kernel in one phase, range and stream. On a CPU, of one operator, without time in its callees."""
+    """Calls of one kernel in one phase, range and stream. On a CPU: of one operator, without inner operators' time."""
 
     name: str
     category: Category
@@ -94,9 +94,9 @@ class PhaseTime:
     """Seconds of the phase on the device: busy_s + host_bound_s + idle_s."""
     busy_s: float
     host_bound_s: float
-    """Idle seconds while the host had not yet launched the next kernel."""
+    """Idle seconds while the host had not yet launched the next kernel; on a CPU, seconds outside operators."""
     idle_s: float
-    """Idle seconds while the next kernel had been launched but not started."""
+    """Idle seconds while the next kernel had been launched but not started; 0 on a CPU."""
     categories: dict[Category, float]
     """Busy seconds by category; overlapping kernels share their common time equally."""
     host_s: float | None = None
@@ -161,12 +161,12 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledShares:
-    """Predicted ratios of a step's compiled to its eager costs."""
+    """Predicted costs of a step under torch.compile, each as a ratio to the eager step's."""
 
     memory_bound: float
     """Ratio of time in the model's memory-bound kernels, without gaps between kernels."""
     products: float
-    """Ratio of time in matrix products; above 1 if the busier GPU lowers its clock."""
+    """Ratio of time in matrix products; above 1 if the GPU, busier when compiled, lowers its clock."""
     kernels: float
     host: float
     reads_at: tuple[str, ...] = ()
@@ -197,7 +197,7 @@ class Profile:
     timeline: Timeline | None = None
     num_launches: int = 0
     compiled: CompiledShares | None = None
-    """Predicted effect of compiling; None: no eager CUDA step, or no dry run (see notes)."""
+    """Predicted effect of compiling; None: not an eager step on CUDA, or the step cannot be predicted (see notes)."""
     file: str | None = None
     device_name: str | None = None
     notes: tuple[str, ...] = ()
@@ -223,8 +223,8 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedRank:
-    """Times of one rank per step; computing, exposed and idle sum to the step but for copies (HTA's temporal
-    breakdown).
+    """Times of one rank per step. `compute_s`, `exposed_s` and `idle_s` sum to `step_s`, except for copies (as in
+    Holistic Trace Analysis' temporal breakdown).
     """
 
     rank: int

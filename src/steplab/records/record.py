@@ -1,6 +1,6 @@
 """Fields common to all stored records and to all benchmarks.
 
-Types limit single values when a record is decoded. A class whose fields must agree has a method `problems`, which
+Decoding checks each value against its field's type. A class whose fields must agree has a method `problems`, which
 `validation` calls.
 """
 
@@ -99,7 +99,7 @@ class Record(Outcome):
 
     @property
     def cell(self) -> StepSpec | None:
-        """Spec of the step that the record measures in its sweep."""
+        """Spec of the step that the record measures, by which a sweep identifies its cell."""
         return None
 
     def within(self, study_id: str) -> Self:
@@ -110,7 +110,7 @@ class Record(Outcome):
 class StepRecord(Record):
     study: str | None = None
     spec: StepSpec | None = None
-    """Requested step; None for your own loop, or for sums without a step."""
+    """Requested step; None for your own loop, or for an audit of sums alone (records.numerics)."""
 
     @property
     def sweep_id(self) -> str | None:

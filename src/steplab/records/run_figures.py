@@ -36,7 +36,7 @@ MFU, HFU = ("mfu", "causal"), ("hfu", "as_executed")
 
 
 def _used(field: str, *kinds: tuple[str, str]) -> Callable[[Run], Scalar]:
-    """Finds a field of the first of these utilizations (kind, convention) that a run has."""
+    """Function that reads `field` from the first of these utilizations (kind, convention) that a run has."""
 
     def find(run: Run) -> Scalar:
         found = (run.utilization(*kind) for kind in kinds)
@@ -46,7 +46,7 @@ def _used(field: str, *kinds: tuple[str, str]) -> Callable[[Run], Scalar]:
 
 
 def _peak(field: str, of_profile: str) -> Callable[[Run], int | None]:
-    """Finds a peak's bytes; a snapshot's are in its memory profile."""
+    """Function that reads a run's peak from `field` of PeakMemory, or of an imported snapshot from `of_profile`."""
 
     def find(run: Run) -> int | None:
         if run.peak:

@@ -40,9 +40,9 @@ class PhaseTimes:
     high_s: float
     """Upper end of the 90 % interval."""
     device_s: float
-    """Central device time if the device never waits for the host."""
+    """Central prediction of the phase's time if the device never waits for the host."""
     host_s: float
-    """Host time for launching on a fast CPU; if longer than `device_s`, the device waits."""
+    """Time that Python takes on a fast CPU to launch the phase; if longer than `device_s`, the device waits."""
     slow_host_s: float
     bound: Bound
     """Main limit of `seconds`: compute, memory bandwidth, or waiting for the host."""
@@ -50,7 +50,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StepTimePrediction:
-    """Predicted step time in one process, from a dry run of operators and kernel rates.
+    """Predicted step time in one process, from a dry run of its operators and the rates of their kernels.
 
     `phases` ends with the step, their sum. The times in `parts` sum to the step's device_s.
     """
@@ -59,8 +59,8 @@ class StepTimePrediction:
     phases: tuple[PhaseTimes, ...]
     parts: tuple[TimePart, ...]
     is_fitted: bool
-    """True if rates were fitted to this GPU, precision and compile mode. Else they are borrowed, with a wider interval
-    unless steps were measured on this GPU.
+    """True if the kernels' rates were fitted to steps on this GPU in this precision. Else those of another GPU or
+    precision are scaled by data sheets. The interval is then wider, unless its width comes from steps on this GPU.
     """
     tokens_per_step: int | None = None
     """Tokens per step; None: unknown, as if a model sizes its batches."""
@@ -136,10 +136,10 @@ class TimeCheck:
     measured_peak_bytes: int | None = None
     """Measured peak of allocated bytes. None: not measured, or it lacks the memory of torch.compile's CUDA graphs."""
     fitted: bool = False
-    """True if rates were fitted to this or similar steps; else the step was held out, or measured later."""
+    """True if the rates were fitted to this step or one like it; else the step was held out, or measured later."""
     device_waited: bool = False
-    """True if the GPU may have waited for Python, by the CPU's speed in these records; for transformers' models, by the
-    run and its prediction.
+    """True if the GPU may have waited for Python. It is judged by the CPU's speed, found from all checked runs on this
+    GPU; for models of transformers, by the run's own times and the prediction.
     """
     unsupported: str | None = None
 

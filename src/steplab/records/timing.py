@@ -26,7 +26,7 @@ class PhaseSamples:
     host_s: tuple[float, ...] | None = None
     lead_s: tuple[float, ...] | None = None
     """Seconds from the end of the phase's launches on the host to its end on the device; near zero, the device waited.
-    A step has the least of its phases. None: on a CPU, or the host waited.
+    A step's is the smallest of its phases'. None: on a CPU, or the host waited for the device.
     """
 
     @property
@@ -179,7 +179,7 @@ class Turn:
     steps: int
     """Measured steps; they follow those of earlier turns in `timing.back_to_back`."""
     lead_in_s: tuple[float, ...] = ()
-    """Seconds of the uncounted steps before, while caches and clocks settle."""
+    """Seconds of the uncounted steps that begin the turn, while caches and clocks settle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Draws sections of a page; a record that raises is left out and reported."""
+"""Draws sections of a page; a record whose drawing raises an exception is left out and reported."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -19,7 +19,7 @@ class Attempts:
         self.left_out: list[str] = []
 
     def draw(self, section: str, records: Sequence[R], draw: Callable[[Sequence[R]], T]) -> T:
-        """Call `draw(records)` for a section, without records that make it raise; each gives a LeftOut warning.
+        """Call `draw(records)` for a section, without the records that make it raise; each gives a LeftOut warning.
 
         If the remaining records still raise together, `draw(())` is returned.
         """

@@ -43,8 +43,8 @@ def page_document(
 ) -> Document:
     """Build the page of these records, with its charts drawn.
 
-    `about` has predictions and findings. A record that makes a section raise is left out with a note; `attempts` has
-    records left out before.
+    `about` has predictions and findings. A record that makes a section raise is left out with a note; `attempts` holds
+    the records that were already left out.
     """
     tries = attempts if attempts is not None else Attempts()
     runs = [record for record in records if isinstance(record, Run)]

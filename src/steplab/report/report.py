@@ -76,7 +76,7 @@ _MOST_ANSWERS = 3
 
 
 def several_answers(told: Sequence[tuple[str, pages.Verdict]]) -> pages.Verdict:
-    """Combine verdicts: the first sentence of each record, newest first; a single verdict stays whole."""
+    """Combine verdicts, given with their records' headings: first sentences, newest first. One alone stays whole."""
     if len(told) == 1:
         return told[0][1]
     shown = [one for one in told if one[1].sentences or one[1].cautions][-_MOST_ANSWERS:][::-1]

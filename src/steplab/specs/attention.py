@@ -1,4 +1,4 @@
-"""A benchmark of attention. A cell is a shape, format, implementation and compile mode.
+"""A benchmark of attention. A cell is a shape, dtype, implementation and compile mode.
 
 Cells come from a preset grid, a TOML file, or lists of values. A TOML grid has a description and `[[grid]]` tables,
 each a product of lists. `sequence` sets both queries and keys.

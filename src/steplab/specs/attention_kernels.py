@@ -54,7 +54,7 @@ def chosen_attention(spec: StepSpec) -> str:
 
 def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str, *, hopper: bool | None = None) -> Choice:
     """Implementation that `auto` chooses for this step. `device_name`: from ops.attention.api.device_name; `hopper`:
-    see `choose`."""
+    True if flash_triton's Hopper kernels run there, None: as plans assume."""
     return choose(
         device=device_name,
         dtype=next(torch_name for torch_name, name in DTYPES.items() if name == _DTYPES[spec.precision]),

@@ -57,7 +57,7 @@ class Benchmark(Generic[Options]):
         return frozenset({*self.cells, *(field.key for field in self.own)})
 
     def asked(self, given: Mapping[str, object]) -> tuple[dict[str, object], Options]:
-        """The given fields of cells, and the options. Raises UserError for an invalid option."""
+        """Split the given values into fields of cells and options. Raises UserError for an invalid option."""
         known = {name: field.attribute for field in self.own for name in (field.attribute, field.key)}
         fields = {name: value for name, value in given.items() if name not in known}
         options = self.options(**{known[name]: value for name, value in given.items() if name in known})

@@ -180,7 +180,7 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
     unknown = [name for name in lists if name not in FIELDS]
     if unknown:
         raise UserError(f"unknown field '{unknown[0]}' of a collective; choose one of {', '.join(FIELDS)}")
-    texts = {name: [_plain(value) for value in values] for name, values in lists.items()}
+    texts = {name: [str(value).strip().replace("-", "_") for value in values] for name, values in lists.items()}
     for name in texts.get("device", ()):  # each, because a backend skips devices that it does not support
         FIELDS["device"].refuse_invalid(name)
     worlds = [FIELDS["world_size"].parsed(text) for text in texts.get("world_size", ())] or worlds_of(num_processes)
@@ -219,7 +219,3 @@ def _devices_of(backend: str, named: Sequence[str] | None) -> Sequence[str | Non
 
 def _served(named: Sequence[str], known: Sequence[str]) -> list[str]:
     return [name for name in named if name in known] or [named[0]]
-
-
-def _plain(value: object) -> str:
-    return str(value).strip().replace("-", "_")

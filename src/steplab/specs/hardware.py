@@ -170,5 +170,5 @@ def network_of(gpu: str) -> NetworkSpec | None:
 
 
 def network_alike(gpu: str) -> NetworkSpec:
-    """Network whose `reached` these GPUs take: their own, else the one that reaches least."""
+    """Network whose `reached` predictions for these GPUs use: their own, else the one with the least."""
     return network_of(gpu) or min(networks(), key=lambda each: each.reached)

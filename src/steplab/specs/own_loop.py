@@ -13,7 +13,8 @@ from steplab.specs.step_choices import FP8, OVERLAPPED, RECORD_THEIR_OWN, WITH_M
 
 
 def own_model(spec: StepSpec) -> tuple[str, ...]:
-    """Lines for the model, in the order of its forward pass; empty for a plain one. Undefined names are the model's."""
+    """Lines for the model, in the order of its forward pass; empty for a plain one. Names that they use but do not
+    define are the model's own."""
     return _with_imports_first(_model(spec))
 
 

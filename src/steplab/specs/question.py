@@ -50,8 +50,8 @@ class Figure(Expression, kw_only=True, frozen=True):
 
 
 class Derivation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Answer by `steplab plan accounting`, whose question begins so, with its options; without a model, by `steplab
-    attention --derive`."""
+    """Answer computed instead of read from rows: the question of `steplab plan accounting` whose title begins with
+    `question`, with its options. Without a model, it is the answer of `steplab attention --derive`."""
 
     question: str = ""
     model: str = ""
@@ -64,7 +64,7 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=
 
     asks: str
     rows_of: str = ""
-    """Kind of the rows; empty: `derives` answers, or no record can."""
+    """Kind of the table's rows, such as runs; empty: `derives` or `answer` alone answers, or no record can."""
     where: Where = {}
     rows: str | list[str] = []
     """Settings that distinguish the table's rows."""

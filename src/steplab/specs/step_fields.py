@@ -41,7 +41,7 @@ class Declared:
     default_words: str | None = None
     """The default in words, for the help; None: the help shows its value, if any."""
     group: Literal["step", "processes", "sizes", "variants"] = "step"
-    """Help section of the option. A benchmark's option outside its cells has none if this is step."""
+    """Help section of the option. With `step`, a benchmark's option outside its cells gets no section of its own."""
     least: int | None = None
     """Smallest valid whole number."""
     above: float | None = None

@@ -111,7 +111,7 @@ def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
 def labels(cells: Sequence[StepSpec]) -> list[str]:
     """Label of each step, from the fields that differ; a single step's label is its model."""
     values = {field: [field.value(cell) for cell in cells] for field in STEP_FIELDS}
-    # A field with an effect on only some of them needs no word: another field decides that, and has one.
+    # A field that affects only some steps, with one value, is left out: the field that decides this is in the label.
     telling = [field for field, found in values.items() if len(set(found) - {None}) > 1] or [FIELDS["model"]]
     return [
         " · ".join(field.say(value) for field in telling if (value := values[field][index]) is not None)

@@ -12,7 +12,7 @@ from steplab.errors import Remark, SteplabError, UserError, warn_caller
 from steplab.store.location import APPLICATION_ID
 
 CURRENT_VERSION = 3
-"""Newest format. Later upgrades belong here, within the caller's transaction."""
+"""Newest format of the file. Code that upgrades older ones belongs here, within the caller's transaction."""
 _TABLES = (
     """
     CREATE TABLE record (
@@ -55,9 +55,9 @@ def is_blank(connection: sqlite3.Connection) -> bool:
 
 
 def not_ours(connection: sqlite3.Connection) -> str | None:
-    """Name of a foreign table, index, view or trigger; else None.
+    """Name of a table, index, view or trigger that steplab did not make; else None.
 
-    Views, triggers, generated columns, index expressions and conflict clauses compute, hang or swallow data. Tables
+    Views, triggers, generated columns, index expressions and conflict clauses can compute, hang or drop data. Tables
     added by `.recover` (lost_and_found) pass, because they are never read.
     """
     for name, sql in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
@@ -249,7 +249,7 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
 
 
 def _patience(path: Path) -> Callable[[int, int, int], None]:
-    """Make a backup's callback. It raises SteplabError if another process locks the store for too long.
+    """Make the progress callback of a backup. It raises SteplabError if another process locks the store for too long.
 
     SQLite would retry forever and ignore Ctrl-C.
     """

@@ -18,7 +18,7 @@ from steplab.store.selection import Selection, cell_key, id_beginning, unique_id
 _ROWS = msgspec.json.Decoder(Row)
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
 _BESIDE = ("id", "created_utc", "kind", "name", "status")
-"""Row fields with their own columns, which stay right if the summary is damaged."""
+"""Fields of a row that the table stores in columns as well, so they stay right if the summary is damaged."""
 _COLUMNS = f"{', '.join(_BESIDE)}, summary"
 _NEWEST_FIRST = "ORDER BY created_utc DESC, seq DESC"
 

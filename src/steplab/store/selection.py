@@ -24,7 +24,8 @@ NOT_SUPERSEDED = f"""NOT EXISTS (
 )"""
 """SQL condition that is true for the last attempt at a cell, and for records outside studies.
 
-A crash or timeout never hides a final attempt: no attempt follows a final one, unless the clock was set back.
+An attempt with a status in FINISHED counts as the last, whatever its time: no sweep repeats it, but the clock may have
+been set back.
 """
 
 

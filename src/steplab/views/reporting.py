@@ -136,9 +136,10 @@ def _page(found: ReportedRecords, title: str, store: Path | str | None, on_progr
 
 
 def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) -> str:
-    """Kinds whose records share a table get one document, other records one each.
+    """Text of the records' tables: a document for each kind whose records share a table, else one for each record.
 
-    JSON and CSV hold one table: runs win over audits, and UserError is raised for other mixtures.
+    JSON and CSV hold one table. Audits of precision are left out if there are runs, unless records are `named`; other
+    mixtures raise UserError.
     """
     by_kind = {name: found.of(name) for name in KINDS}
     if by_kind["run"] and not named and format in ("json", "csv"):

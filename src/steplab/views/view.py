@@ -108,7 +108,8 @@ def show(shown: Shown | str = "last", *, store: Path | str | None = None) -> Vie
         steplab.show(steplab.plan("small", context=512, gpu="H100 SXM"))
 
     `shown` is a record, a result of `explain`, `compare`, `history` or a `plan` function, or a stored record's id, its
-    beginning, or `last`. Profiles are compared with the store's records. Raises UserError without such a record.
+    beginning, or `last`. A run's profile and memory are compared with the store's records. Raises UserError without
+    such a record.
     """
     if isinstance(shown, str):
         shown = load(shown, store=store)

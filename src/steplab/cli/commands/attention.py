@@ -17,7 +17,7 @@ _CELLS = Group.create_ordered("Cells: every combination of the listed values, wh
 
 
 class AttentionOptions(GivenFields, declared=ATTENTION.cells.values(), others=ATTENTION.own, group=_CELLS):
-    """A cell of `attention`, and the benchmark."""
+    """Options of `attention`: fields of its cells, then those of the whole benchmark."""
 
 
 def attention(

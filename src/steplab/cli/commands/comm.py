@@ -19,7 +19,7 @@ _CELLS = Group.create_ordered("Cells: every combination of the listed values")
 
 
 class CommOptions(GivenFields, declared=COMM.cells.values(), others=COMM.own, group=_CELLS):
-    """A cell of `comm`, and the processes."""
+    """Options of `comm`: fields of its cells, then those of the whole benchmark."""
 
 
 def comm(

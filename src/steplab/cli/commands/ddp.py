@@ -16,7 +16,7 @@ from steplab.specs.ddp import DDP
 
 
 class DdpOptions(GivenFields, declared=DDP.cells.values(), others=DDP.own):
-    """The step of each rank, and the variants."""
+    """Options of `ddp`: fields of each rank's step, then those of the whole study."""
 
 
 def ddp(

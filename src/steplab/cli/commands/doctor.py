@@ -12,7 +12,7 @@ from steplab.specs.benchmark import DOCTOR
 
 
 class DoctorOptions(GivenFields, others=DOCTOR.own):
-    """The device."""
+    """Options of `doctor`, such as the device."""
 
 
 def doctor(

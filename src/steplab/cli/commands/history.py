@@ -14,7 +14,7 @@ from steplab.specs.step import FIELDS
 
 
 class ChosenSteps(GivenFields, declared=FIELDS.values(), with_defaults=False):
-    """Values that select runs."""
+    """Fields of a step; runs with other values are not shown."""
 
 
 def history(

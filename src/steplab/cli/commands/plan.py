@@ -18,7 +18,7 @@ _OF_MEASURING = ("warmup", "steps", "seed")
 
 
 class PlannedStepOptions(GivenFields, declared=step_fields(without=_OF_MEASURING)):
-    """The step that is predicted. `plan steps` takes lists: --context 128,256."""
+    """Options for the predicted step. `plan steps` takes lists: --context 128,256."""
 
 
 _Peaks = Annotated[
@@ -109,7 +109,7 @@ _OF_LAYOUTS = (
 
 
 class JobOptions(GivenFields, declared=step_fields(without=_OF_LAYOUTS)):
-    """The step without what a layout decides."""
+    """Options for the step, without the fields that a layout decides."""
 
 
 @plan.command
@@ -228,7 +228,7 @@ _OF_A_MODEL = [*(FIELDS[key] for key in ("model", "batch", "context")), *SIZE_FI
 
 
 class ModelOptions(GivenFields, declared=_OF_A_MODEL):
-    """The model, and the tokens of a step."""
+    """Options for the model and for the tokens per step."""
 
 
 @plan.command

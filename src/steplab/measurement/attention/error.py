@@ -1,4 +1,5 @@
-"""Errors of attention's output and gradients against float64, with plain attention's in the same format.
+"""Errors of attention's output and gradients against float64, next to plain attention's errors in the same number
+format.
 
 Heads are independent, so some are checked in full if all would take too long. Queries go in pieces, so that not all
 scores have to fit.
@@ -52,7 +53,7 @@ class Reference:
         self._repeats = spec.heads // spec.num_kv_heads
         self._heads: list[_Head] = []
         self.plain: dict[str, _Distance] | None = None
-        """None if plain attention runs out of memory."""
+        """Plain attention's errors by name of RESULTS; None until measured, and if it runs out of memory."""
         places = [(batch, group) for batch in range(spec.batch) for group in range(spec.num_kv_heads)]
         scores = spec.queries * spec.num_keys * self._repeats
         most = _MOST_SCORES[inputs.q.device.type] // scores

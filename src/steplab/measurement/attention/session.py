@@ -132,8 +132,8 @@ class _Session:
             self._after_failure(variant)
 
     def _after_failure(self, variant: AttentionVariant, others: Sequence[AttentionVariant] = ()) -> None:
-        """Free a failure's memory; else report its result and end the process. If the device dies while cells
-        alternate, no cell is named: the failure may be another's.
+        """Free a failure's memory; if some stays, report the result and end the process. If the device dies while cells
+        alternate, no cell is named: another one may have caused the failure.
         """
         try:
             self.runner.check()

@@ -46,7 +46,7 @@ _SETTLED = 1.5
 _SAMPLE_S = 1e-3
 _MOST_A_SAMPLE = 100
 _IN_A_ROW = 200
-"""Most calls queued in a row: the device's launch queue holds them."""
+"""Most calls in one row: the device's launch queue holds them."""
 _TRIED = 5
 _LONGEST_HOLD_S = 0.25
 
@@ -94,7 +94,7 @@ def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int
     head_start = HeadStart(together.device, together.collectives, _LONGEST_HOLD_S)
 
     def row(num_samples: int, calls: int) -> tuple[list[float], int]:
-        """Seconds per call, and the number of samples that may contain Python's time even with the longest hold."""
+        """Seconds per call, and the number of samples that may contain waits for Python even after the longest hold."""
 
         def sample() -> None:
             for _ in range(calls):
@@ -232,7 +232,7 @@ class _Session:
         self.runner.observer.on_cell(index, cell)
 
     def _share(self, spec: CommSpec, group: dist.ProcessGroup | None, together: Together) -> _Found:
-        """What this rank finds, up to the first failure of any rank."""
+        """Check and time one cell's calls on this rank, until the first failure of any rank."""
         found, device, collectives = _Found(), together.device, together.collectives
 
         def agreed(stage: str, work: Callable[[], T]) -> T | None:

@@ -24,7 +24,7 @@ CHECKED_STEPS = 2
 
 class OneProcess:
     def __init__(self, spec: StepSpec, world: World) -> None:
-        """A collective call that trains the model, and keeps it in the CPU's memory: each rank a share of the tensors.
+        """Train as one process would, and keep the tensors in CPU memory, a share on each rank; a collective call.
 
         Raises torch.OutOfMemoryError.
         """
@@ -40,7 +40,8 @@ class OneProcess:
         self._changes = [torch.dist(*pair).item() for pair in zip(initial, self._expected, strict=True)]
 
     def deviation_of(self, module: nn.Module) -> float:
-        """Greatest distance (2-norm) of a tensor from the process's, over the tensor's change in these steps.
+        """Largest deviation of a tensor from that of the one process, relative to the tensor's change in these steps
+        (2-norms).
 
         A collective call; equal on all ranks.
         """

@@ -1,8 +1,8 @@
 """A data-parallel study on one rank: one variant after the other, each alternating with the baseline.
 
 Every rank runs this, and rank 0 reports. The baseline stays in memory; both take a few steps at a time, so a
-disturbance affects both. Without room for two models, the baseline is built and timed before and after. Each variant is
-freed before the next is built.
+disturbance affects both. Without room for two models, the baseline is built and timed before and after each variant.
+Each variant is freed before the next is built.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class MeasuredVariant:
     def __init__(
         self, study: DdpStudy, variant: Variant, world: World, baseline_bytes: int | None, observer: Observer
     ) -> None:
-        """Build the variant; a collective call. `baseline_bytes` are already allocated."""
+        """Build the variant; a collective call. `baseline_bytes` were allocated before."""
         self._study, self._variant, self._world, self._device = study, variant, world, world.device
         self._baseline_bytes, self._observer = baseline_bytes, observer
         self.memory: list[StateMemory] = []
@@ -127,7 +127,9 @@ class MeasuredVariant:
             self._observer.on_step(iteration)
 
     def _alone(self, messages: Sequence[Messages]) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        """Time communication alone: repeat the messages, or average gradients with other transports."""
+        """Time a step's communication without computation: send its messages, or if these are unknown, average existing
+        gradients. Returns seconds and notes.
+        """
         kind = self._variant.kind
         if kind == "none":
             return (), ()
@@ -186,7 +188,7 @@ class MeasuredVariant:
 
 
 def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | None) -> None:
-    """Record steps into `target`, after one named `warmup step`; None: this rank writes no file.
+    """Profile steps, after one named `warmup step`, and write the trace to `target`; None: this rank writes no file.
 
     All ranks record, so that none waits for a slowed one.
     """
@@ -216,7 +218,7 @@ def state_memory(
     before_bytes: int | None,
     uncounted_bytes: int,
 ) -> StateMemory:
-    """The memory held now; `before_bytes` were allocated before the variant was built.
+    """The variant's memory now, by use; `before_bytes` were allocated before it was built.
 
     `uncounted_bytes` are held outside of torch's allocator, and gradients may be in them.
     """
@@ -246,8 +248,8 @@ _SPARE = 1.2
 
 
 def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | None) -> None:
-    """The job; collective. Rank 0 writes traces, named by the cells' numbers. Raises UserError or Unsupported for an
-    impossible step.
+    """Measure the requested cells; a collective call. Rank 0 writes traces, named by the cells' numbers. Raises
+    UserError or Unsupported for an impossible step.
     """
     assert world is not None  # the study has at least two processes
     study, device = task.study, world.device.torch_device
@@ -267,7 +269,7 @@ class _Session:
         runner.idle_bytes = runner.free()
 
     def measure_baseline(self, *, reported: bool) -> None:
-        """Measure the first variant; its model stays if there is room. Its cell is `reported` if requested."""
+        """Measure the first variant; its model stays if there is room. `reported`: report its cell too."""
         self.runner.observer.on_under_way([0])
         measured = self._built(self._study.contenders[0])
         self.runner.observer.on_facts(_facts(measured.step, self._world))

@@ -63,7 +63,7 @@ class VariantStep(ModelStep):
         return gradients + (optimizer.shared_bytes if isinstance(optimizer, ShardedOptimizer) else 0)
 
     def messages(self) -> tuple[Messages, ...]:
-        """Messages of one step, which this may run, on all ranks; empty if unknown."""
+        """Messages of one step; empty if unknown. All ranks call this, because it may run a step."""
         if self._variant.kind == "fsdp2":
             units, policy = units_of(self.module), policy_of(self.module, self._spec)
             return fsdp_messages(self.module, units, policy, self._world_size, self._spec.micro_steps)

@@ -67,9 +67,9 @@ def refused_memory(error: BaseException, stage: str, device: Device | None) -> F
 
 
 def lack_of_host_memory(state_bytes: int) -> Failure | None:
-    """The failure of a step if weights and optimizer state exceed the host's memory; else None.
+    """The failure of a step if weights, gradients and optimizer state exceed the host's memory; else None.
 
-    It is raised before building: a host without memory swaps for minutes, and ends other programs.
+    It is checked before building: a host without memory swaps for minutes, and ends other programs.
     """
     there = psutil.virtual_memory().total + psutil.swap_memory().total
     if state_bytes <= there:

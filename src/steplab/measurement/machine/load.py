@@ -23,7 +23,7 @@ class OtherProcesses:
 
 
 class Suspension:
-    """Detect suspension, during which the samples' clock stops."""
+    """Detect suspension of the machine, during which the samples' clock stops."""
 
     def __init__(self) -> None:
         self._before_s = _suspended_s()

@@ -76,7 +76,7 @@ def read(uuid: str) -> Reading | str:
 class Meter:
     """Energy of one GPU between `start` and `stop`; every call does nothing where NVML cannot be asked.
 
-    The driver advances the counter of energy some ten times a second, so a stretch below LEAST_S has none.
+    The driver advances the counter of energy some ten times a second, so an interval below LEAST_S seconds gives None.
     """
 
     LEAST_S = 1.0

@@ -85,8 +85,9 @@ def _listening_at(port: int) -> int:
 
 
 def join_world(place: ProcessPlace, device: str, meet: Callable[[], Store], *, folder: str | None = None) -> World:
-    """Join the group on this rank's share of `device` (auto, cuda or cpu); gloo carries CPU values, nccl GPU tensors.
-    Raises Unsupported without a GPU for this rank, and UserError in a program with a process group.
+    """Join the group of processes, on this rank's own GPU or on the CPU (`device`: auto, cuda or cpu); gloo carries CPU
+    values, nccl GPU tensors. Raises Unsupported without a GPU for this rank, and UserError in a program that already
+    has a process group.
     """
     if dist.is_initialized():
         raise UserError(

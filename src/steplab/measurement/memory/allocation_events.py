@@ -78,8 +78,8 @@ class AllocationEvents:
         return [event for event in self.memory if start_ns <= event.time_ns < end_ns]
 
     def first_sighting(self, allocated: MemoryEvent, released_ns: float) -> Sighting | None:
-        """The block's tensor as an operator saw it: after the allocating one if possible, because inner ones may see
-        another shape.
+        """Shape and dtype of the tensor in this block, as an operator saw it: one after the allocating operator if
+        possible, because operators inside that one may see another shape.
         """
         seen = self._sightings.get(allocated.address, [])
         after = (allocated.operator.end_ns,) if allocated.operator else ()

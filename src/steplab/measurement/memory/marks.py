@@ -1,7 +1,8 @@
-"""The memory of a step's objects and of autograd's saved tensors, marked in its history by numbers of allocations.
+"""Marks of a recorded step: the allocations that hold its objects and the tensors that autograd saves.
 
-No tensor is kept alive or wrapped, so the step runs unchanged. Saved tensors are read from autograd's graph after
-forward; a node belongs to a module if its number lies within the module's.
+A mark names an allocation by its number in the step's history. No tensor is kept alive or wrapped, so the step runs
+unchanged. Saved tensors are read from autograd's graph after forward; a node belongs to a module if its number lies
+within the module's.
 """
 
 from bisect import bisect_left
@@ -23,8 +24,8 @@ from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
 
 
 class StepSightings:
-    """Looks at a step's objects at numbered moments, each a profiler's range; `StepMarks` replaces these by numbers of
-    allocations.
+    """Notes the addresses of a step's objects at numbered moments. Each moment is a range in the profiler's events, by
+    which `StepMarks` replaces its number by a number of allocations.
     """
 
     def __init__(self, step: ModelStep, device: torch.device) -> None:
@@ -154,7 +155,7 @@ _Seen = TypeVar("_Seen", Owned, Saved)
 
 class StepMarks:
     def __init__(self, events: AllocationEvents, sightings: StepSightings | None, *, autocast: bool) -> None:
-        """Match sightings with allocations; `sightings` None: a step without phases. `autocast`: weights are cast."""
+        """Match sightings with allocations. `sightings` None: a step without phases. `autocast`: it casts weights."""
         (step,) = [marked for marked in events.ranges if marked.name == STEP]
         self._events, self._sightings, self._autocast = events, sightings, autocast
         self._ranges = [m for m in events.ranges if step.start_ns <= m.start_ns and m.end_ns <= step.end_ns]
@@ -217,8 +218,8 @@ class StepMarks:
                 yield Owned(address=event.address, position=index + 1, category="autocast_copies", name=names[cast])
 
     def _saved(self, owned: Sequence[Owned]) -> tuple[Saved, ...]:
-        """By autograd's nodes, then memory otherwise kept from forward by checkpointing or the model: a block's input
-        under the block, anything else under its producing module.
+        """Memory kept for backward: first tensors saved by autograd's nodes, then what checkpointing or the model keeps
+        otherwise. Of the latter, a block's input is under the block, anything else under the module that allocated it.
         """
         if self._sightings is None or self._sightings.kept_moment is None:
             return ()
@@ -230,7 +231,7 @@ class StepMarks:
         return (*by_nodes, *self._else_kept(moment_ns, known))
 
     def _alive(self, seen: Sequence[tuple[int, int]]) -> set[int]:
-        """Indices of the latest allocation at each address before its position: addresses are reused."""
+        """Index of the latest allocation at each address before its position, because addresses are reused."""
         indices: dict[int, list[int]] = {}
         for index, event in enumerate(self.allocations):
             indices.setdefault(event.address, []).append(index)

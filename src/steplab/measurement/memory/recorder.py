@@ -38,8 +38,8 @@ class MemoryRecorder:
     num_steps = 1
 
     def __init__(self, spec: StepSpec, device: Device, *, snapshot: Path, marks: Path) -> None:
-        """`snapshot` is in torch's CUDA format, `marks` in records.memory_marks'. Raises Unsupported if the allocator
-        reports nothing.
+        """Files to write: `snapshot` in torch's CUDA format, `marks` in that of records.memory_marks. Raises
+        Unsupported if the allocator reports nothing.
         """
         self._spec, self._device, self._snapshot, self._marks = spec, device, snapshot, marks
         self._on_cuda = device.torch_device.type == "cuda"
@@ -49,7 +49,7 @@ class MemoryRecorder:
             raise Unsupported(f"memory on device {device.torch_device.type}", why, "use --device cpu")
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run two steps and record the second. Returns notes; the marks name gaps."""
+        """Run two steps and record the second. Returns no notes: they are in the marks."""
         if isinstance(step, GraphedStep):
             step = step.launched()
         device = self._device.torch_device

@@ -89,7 +89,7 @@ _ATTRIBUTES = ("get", "set")  # the name of reading and writing an attribute of 
 Types = tuple[str, ...]
 _Call = tuple[str, str, str, str | None, Types, Types]
 Products = list[tuple[_Call, Tensor]]
-"""Products in fp8, in order: error, flushed and saturated shares, and both operands' largest magnitudes."""
+"""Products in fp8, in order: relative error, flushed and saturated shares, and both operands' largest magnitudes."""
 _CHECKED_ROWS = 256
 
 
@@ -179,7 +179,7 @@ class Operators(TorchDispatchMode):
         return Fp8Losses(error=own[0], flushed=own[1], saturated=own[2], amaxes=tuple((*of[3:],) for of in histories))
 
     def matmuls(self, steps: Sequence[Products] = ()) -> tuple[MatmulAudit, ...]:
-        """Audit per matmul; `steps` are training steps of the same products, for histories."""
+        """Audit per matmul; `steps`: fp8 products of training steps, for histories of largest magnitudes."""
         names = ("module", "phase", "op", "node", "inputs", "outputs")
         return tuple(
             MatmulAudit(**dict(zip(names, key, strict=True)), calls=calls, fp8=self._losses(key, steps))  # type: ignore[arg-type]

@@ -85,14 +85,14 @@ def _binades(sums: Sequence[float], eps: float) -> list[Binade]:
 
 _LOW = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_pure", *WITH_MASTERS), torch.bfloat16)}
 _HEADROOM = 8
-"""Factor of the suggested loss scale's margin for larger gradients."""
+"""Factor by which gradients may exceed the audited ones before the suggested loss scale makes them overflow."""
 _MOST_HALVINGS = 16
 _HISTORY = 8
 
 
 def audit_step(task: AuditTask, observer: Observer, world: World | None = None) -> Numerics:
-    """Audit a step, or run the accumulation study without one. A failure of the model is recorded. Raises UserError or
-    Unsupported for an impossible request.
+    """Audit a step, or without one (`task.spec` None) only run the accumulation study. A failure of the model is
+    recorded. Raises UserError or Unsupported for an impossible request.
     """
     spec = task.spec
     if spec is not None and spec.layout.world_size > 1:
@@ -207,7 +207,9 @@ class _AuditedStep:
             step.module.zero_grad(set_to_none=True)
 
     def _trained(self, num_products: int) -> list[Products]:
-        """The products of another copy's first training steps; none unless they are the audited ones."""
+        """Fp8 products in the first training steps of a new copy of the step, for histories of largest magnitudes.
+        Steps without `num_products` products are left out: they cannot be matched with the audited ones.
+        """
         eager = dataclasses.replace(self.spec, compile="off", cuda_graph="off", update="after", accumulation=1)
         found = []
         try:

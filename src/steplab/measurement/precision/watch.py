@@ -117,7 +117,7 @@ class NumericsWatch:
     def __init__(
         self, model: nn.Module, device: torch.device, low: torch.dtype, reference: "NumericsWatch | None" = None
     ) -> None:
-        """`low`: the audited type. `reference`: the fp32 run; None: this is it."""
+        """`low`: the audited number format. `reference`: the watch of the fp32 run; None: this is the fp32 run."""
         self.exponents = Exponents()
         """Exponents of `all_gradients`; filled only in the fp32 run."""
         self.all_gradients = Tally()

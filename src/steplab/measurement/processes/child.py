@@ -1,7 +1,7 @@
 """A measuring process: it receives a request over its wire, and sends messages, the result last.
 
-`processes.conversation` starts it with the arguments FD [JOB]; FD is its end of the wire. It ends with the wire,
-however its parent died. With a job it first imports the job's modules, and sends `ready`.
+`processes.conversation` starts it with the arguments FD [JOB]; FD is its end of the wire. It ends once the wire is
+closed, however its parent died. With a job it first imports the job's modules, and sends `ready`.
 """
 
 import os
@@ -30,7 +30,9 @@ _OF_EVERY_RANK = ("stage", "step", "failed", "refused", "ended")
 _ENDED_FROM_OUTSIDE_S = 20.0
 """Seconds that a failed process waits to be killed: its exit would hide the cause from other ranks."""
 _FOLDER_KEPT_S = 0.25
-"""The meeting folder outlasts the parent: a rank that opens its store there would block for minutes without it."""
+"""Seconds that the meeting folder outlasts the parent: without it, a rank that opens its store there blocks for
+minutes.
+"""
 
 
 def main() -> None:

@@ -145,8 +145,8 @@ class Conversation:
         surroundings: Surroundings = HERE,
         ahead_of: str | None = None,
     ) -> None:
-        """`timeout_s` limits each wait. Several processes ignore `surroundings`. Without a request it loads the modules
-        of the job `ahead_of`, and is then ready for `begin`.
+        """`timeout_s` limits each wait for the processes. With several of them `surroundings` are ignored. Without a
+        request, one process imports the modules of the job `ahead_of`, and is then ready for `begin`.
 
         Raises SteplabError if the system does not let one start.
         """
@@ -300,7 +300,7 @@ class Conversation:
         return self._named(rank, crash(code, rank.stage, rank.process.last_lines()))
 
     def _hung(self, what: str) -> Failure:
-        """Failure by a hang. A rank that waits for others is not the cause, so whereabouts are compared."""
+        """Failure by a hang. A rank that waits for others is not its cause, so the ranks' whereabouts are compared."""
         if self._is_alone:
             (rank,) = self._ranks
             return Failure(kind="timeout", message=what, phase=rank.stage, last_lines=rank.process.last_lines())

@@ -213,7 +213,7 @@ def _without(groups: Sequence[Sequence[int]], ended: set[int]) -> list[list[int]
 def _suspects(
     cells: Cells[Cell], failure: Failure, under_way: Sequence[int], left: Sequence[Sequence[int]]
 ) -> list[int]:
-    """The cells that may have ended their processes; none if that cell already has its result.
+    """The cells that may have ended their processes; none if the cell at fault already has its result.
 
     The failing rank's stage names its cell, since the first rank may be at another; an essential cell is timed with
     others, so its name proves nothing. Otherwise: the cells under way.

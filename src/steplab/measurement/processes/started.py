@@ -1,4 +1,4 @@
-"""Start measuring processes in their own sessions, end these, and report how they ended.
+"""Start measuring processes in their own sessions, end them, and report how they ended.
 
 A command and its processes lock their temporary folder. The kernel releases the lock when the last of them ends,
 however it ends, and the next command removes unlocked folders.

@@ -93,8 +93,8 @@ class Session:
         self._end_spare()
 
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Side:
-        """Build and warm up; a failure is the side's. Raises UserError (or the process's SteplabError) for an
-        impossible step.
+        """Build and warm up a side's step; if that fails, the side has the failure. Raises UserError (or the process's
+        SteplabError) for an impossible step.
         """
         refuse_planning_only(spec.model)
         side = Side(label=label, spec=spec, surroundings=surroundings)
@@ -113,12 +113,13 @@ class Session:
         steps: int,
         *,
         is_enough: Callable[[int], bool] = lambda rounds: False,
-        alternates: bool = True,
+        apart: bool = True,
     ) -> None:
         """Measure `steps` further steps of each side, alternately; a failed side is measured no further.
 
         `is_enough` gets the number of rounds after each and ends the measurement, except with a process per turn.
-        Without `alternates`, sides that do not fit together are measured no further. Raises as `enter`.
+        Sides that do not fit in memory together, or have several processes, get a process per turn; without `apart`,
+        no more turns. Raises as `enter`.
         """
         self._await_spare()  # it would disturb the measurement
         while not self.alternating:
@@ -133,17 +134,17 @@ class Session:
                 return
             for side, run in zip(sides, before, strict=True):
                 side.run = run  # the turns are taken again, in other processes
-        if alternates:
+        if apart:
             self._alternating_turns(sides, steps)
 
     def resume(self) -> None:
-        """Processes wait for turns again once a side that did not fit has left. Those ended for it restart with their
-        next turn.
+        """Return from a process per turn to processes that wait, once a side that did not fit has left. Processes ended
+        for it restart with their next turn.
         """
         self.alternating = None
 
     def leave(self, side: Side) -> Run:
-        """End a side; returns its record, maybe a failure. Can be called again after an interruption."""
+        """End a side's process, and return its record, maybe a failure. Can be called again after an interruption."""
         _end(side)
         if side in self._sides:
             self._sides.remove(side)

@@ -101,7 +101,7 @@ def decoded(text: bytes | msgspec.Raw, type: Any) -> Any:
 
 
 def read(text: bytes | msgspec.Raw, type: Any) -> Any:
-    """Decode a value; texts are cleaned, and impossible numbers raise BadMessage."""
+    """Decode a value. Texts get one line without control characters; impossible numbers raise BadMessage."""
     value = cleaned(decoded(text, type))
     problem = first_problem(value)
     if problem is not None:

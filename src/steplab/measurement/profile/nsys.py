@@ -4,5 +4,5 @@ import os
 
 
 def is_watched_by_nsys() -> bool:
-    """nsys then has CUPTI to itself: torch.profiler would see no kernel."""
+    """True under `nsys profile`, which has CUPTI to itself: torch.profiler would see no kernel."""
     return "NSYS_PROFILING_SESSION_ID" in os.environ

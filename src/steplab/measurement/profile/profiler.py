@@ -1,7 +1,7 @@
 """Records further steps under a profiler, once everything is timed.
 
-A profiler slows Python, so these are no step times. As in the timed loop, nothing waits between steps. Readers omit the
-first, `warmup step`, which differs.
+A profiler slows Python, so these are no step times. As in the timed loop, nothing waits between steps. The first, named
+`warmup step`, differs, and is left out when the trace is read.
 """
 
 from collections.abc import Callable, Sequence

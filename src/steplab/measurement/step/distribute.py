@@ -202,7 +202,7 @@ def _data_parallel(module: nn.Module, called: Any, variant: Variant, world: Worl
     def make_sharded(
         parameters: Sequence[nn.Parameter], optimizer: type[torch.optim.Optimizer], **options: Any
     ) -> ShardedOptimizer:
-        """Build an optimizer whose transport is the gradients'; each module waits for its parameters."""
+        """Build an optimizer that sends parameters by the gradients' transport; each module waits for its own."""
         assert variant.bucket_size_mb is not None
         made = ShardedOptimizer(
             parameters,
@@ -238,8 +238,8 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _laid_out(module: nn.Module, spec: StepSpec, layout: Layout, world: World, autocast: Autocast) -> Distributed:
-    """Divide the module in place, on all ranks together; before, each has it whole on its device, with equal weights.
-    Raises UserError if the number of ranks does not fit the layout.
+    """Divide the module in place; all ranks call this together, each with the whole module on its device and equal
+    weights. Raises UserError if the number of ranks does not fit the layout.
     """
     device = world.device.torch_device
     mesh = layouts.open_mesh({"pp": layout.pp, "dp": layout.dp, "fsdp": layout.fsdp, "tp": layout.tp}, device.type)

@@ -70,8 +70,8 @@ class CudaGraphs:
 
 
 def _free_random_numbers(device: torch.device) -> None:
-    """After a failed capture torch keeps the generator for captured (github.com/pytorch/pytorch/issues/171263), but not
-    a copy of its state.
+    """Replace the CUDA generator's state by a copy: after a failed capture torch takes the old one for still captured
+    (github.com/pytorch/pytorch/issues/171263).
     """
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())

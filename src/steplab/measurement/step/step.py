@@ -262,7 +262,9 @@ def _masters(module: nn.Module, spec: StepSpec) -> dict[Tensor, Tensor]:
 
 
 def _added_up(module: nn.Module) -> Sequence[Tensor]:
-    """Weights with float32 sums of gradients: the head's, for a loss in chunks, which bf16 would round."""
+    """Weights that stay in float32, as does the sum of their gradients: the head's, if its loss is computed in chunks.
+    In bf16 the sum over chunks would be rounded.
+    """
     return [module.head.weight] if isinstance(module, Transformer) and module.head_loss is not None else []
 
 

@@ -20,7 +20,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use: parts of this folder are used without the others."""
+    """Import a public name at its first use, so that a part of this folder can be used without importing the rest."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -36,8 +36,8 @@ def choose(
     """Fastest implementation that takes such inputs, or sdpa for unmeasured ones.
 
     `device` is torch's name of a GPU, or cpu, mps, ...; `dtype` is such as bfloat16. `grouped`: several query heads
-    read one key head. `hopper`: True if flash_triton's Hopper kernels run there; None assumes that as plans do. Raises
-    ValueError for another dtype or a head dimension below 1.
+    read one key head. `hopper`: True if flash_triton's Hopper kernels run on the device; None: decide by its name, as
+    plans do (`planned_on`). Raises ValueError for another dtype or a head dimension below 1.
     """
     if dtype not in DTYPES or head_dim < 1:
         taken = f"one of {', '.join(DTYPES)} and a head dimension of 1 or more"

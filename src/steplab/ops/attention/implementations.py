@@ -32,10 +32,10 @@ class Workspace:
     width: int | None = None
     """Multiple to which the head dimension is rounded up. None: one number a row, unless there are `widths`."""
     widths: tuple[int, ...] = ()
-    """The head dimension is rounded up to the next of these; only for bf16 and fp16, up to the last."""
+    """The head dimension is rounded up to the next of these. fp32, and heads wider than the last, need no workspace."""
     times: int = 1
     of_shared_keys: bool = False
-    """True if only grouped-query heads need it; `heads` are then the heads of keys."""
+    """True if only grouped-query heads need it; `heads` and `tokens` of its shape are then those of the keys."""
 
     def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
         rows = batch, heads, _rounded_up(tokens, self.tokens)
@@ -107,8 +107,8 @@ class Implementation:
     memory_estimate: str = ""
     """Why its predicted memory is only an estimate; empty if it is exact."""
     chosen_by_sdpa: str = ""
-    """Remark for a prediction of `sdpa` that assumes this implementation, the first such row that takes the inputs.
-    Empty if torch never chooses it.
+    """Remark on a prediction for `sdpa`, which assumes the first row with a remark that takes the inputs. Empty if
+    torch never chooses this implementation.
     """
     benchmarked_on: tuple[str, ...] = ()
     """Kinds of devices on which `steplab attention` measures it by default."""

@@ -66,9 +66,10 @@ class Operands:
     sums: Tensor
     """float32 memory for the sums of dQ in one sweep; empty in two sweeps."""
     shared: Tensor
+    """float32 memory in which programs whose heads share keys pass on their sums of dK and dV; empty without such."""
     turns: Tensor
-    """int32 zeros, counters of turns: one for each of two consumers and WIDEST_TILE queries, then likewise for shared
-    keys.
+    """int32 zeros, counters of turns. Each of two consumers has one for every WIDEST_TILE queries of a head. If heads
+    share keys, it also has one for every WIDEST_TILE keys of a key head.
     """
     call: Call
     stream: int | None
@@ -169,7 +170,7 @@ def prepared(
     positive_q, positive = positive_scale(q_BHSD, scale)
     products = precision(q_BHSD.dtype)
     q, k, v, do = (readable(x, products) for x in (positive_q, k_BNKD, v_BNKD, do_BHSD))
-    # D, which must be the mean of dP, is made of dO rounded as dP's is.
+    # D must be the mean of dP, so it is computed from the same rounded dO as dP.
     o, lse = readable(o_BHSD), aligned(lse_BHS)
     given = q_BHSD, k_BNKD, v_BNKD, do_BHSD, o_BHSD, lse_BHS
     if any(x is not y for x, y in zip((q, k, v, do, o, lse), given, strict=True)):

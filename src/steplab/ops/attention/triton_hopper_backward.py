@@ -85,7 +85,7 @@ def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q
 def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded, smem,
             CAUSAL: gl.constexpr, M: gl.constexpr, IN_A_ROW: gl.constexpr, PARTS: gl.constexpr, CONSUMER: gl.constexpr,
             FIRST_PART: gl.constexpr, END_PART: gl.constexpr):  # fmt: skip
-    """Add a consumer's dQ to the sums in memory, in turn."""
+    """Add a consumer's dQ of each tile to the sums in memory, when the program has the turn."""
     own = smem.dq_of(CONSUMER)
     turn = 0
     for which in range(IN_A_ROW):
@@ -139,7 +139,8 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
     step = gl.where(upwards, M, -M)
     first_whole = gl.where(upwards, num_masked, num_ended)
     end_whole = num_tiles - gl.where(upwards, num_ended, num_masked)
-    # Zero: else the compiler derives each tile's addresses from the previous tile's, for which no registers are left.
+    # A zero, unknown to the compiler: else it derives each tile's addresses from the previous tile's, for which no
+    # registers are left.
     first = zero_at_run_time(num_tiles)
     problem = scale_log2, num_queries, num_keys
     rounds = start, step, first, first_whole, end_whole, num_tiles
@@ -195,8 +196,8 @@ def _in_fours():
 @gluon.jit
 def _from_those_before(at, is_first, W: gl.constexpr, layout: gl.constexpr):
     loaded = gl.load(at + gl.arange(0, ROWS * W, _in_fours()), mask=not is_first, other=0.0, cache_modifier=".cg")
-    # A thread's four belong to eight columns: two columns of two rows. By columns: which eight, the thread, which of
-    # two; by rows: the warp, which of two, the thread.
+    # A thread's four numbers are two columns of two rows, within eight columns. The digits of a column's number: which
+    # eight, the thread, which of two; of a row's: the warp, which of two, the thread.
     x_RW = loaded.reshape([W // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, W])
     return gl.convert_layout(x_RW, layout, assert_trivial=True)
 

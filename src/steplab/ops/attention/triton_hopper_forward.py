@@ -2,11 +2,11 @@
 
 A task is 64 queries of a head for each consumer; triton_schedule.py gives each program its tasks. A task visits tiles
 of keys from the last visible to the first. Only the first tile is masked, because tiles have a multiple of 64 keys.
-Consumers return tiles that their rows do not see.
+Consumers release tiles unread if their rows see none of the keys.
 
-A row's subtracted maximum need not be exact: it changes only for a score RAISE beyond. Up to 96 columns a row's four
-threads exchange maxima only after a vote of the warp. From 80 columns on the assembler waits for the second product
-before that branch; at 128 the vote no longer pays.
+A row's subtracted maximum need not be exact: it changes only for a score that exceeds it by more than RAISE. Up to 96
+columns a row's four threads exchange their maxima only if a vote of the warp finds such a score. From 80 columns on the
+assembler waits for the second product before that branch; at 128 the vote no longer pays.
 
 Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension; Q the four threads of
 a row, which have two of each 8 columns.
@@ -98,7 +98,8 @@ def _by_threads(x_RC):
 
 @gluon.jit
 def _raised(largest_RQ, own_RQ):
-    """The largest so far, raised to the maximum over a row's threads if any thread of a warp has one RAISE beyond."""
+    """The largest scores so far. If any thread of a warp has one that exceeds its largest by more than RAISE, they are
+    raised to the maximum over a row's threads."""
     # A thread has two rows.
     asm: gl.constexpr = """{
         .reg .pred beyond;
@@ -134,8 +135,9 @@ def _raised(largest_RQ, own_RQ):
 @gluon.jit
 def _softmax(s_RN, largest, sums, scale_log2, first_query, first_key, num_keys,
              MASKED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, BY_THREADS: gl.constexpr):  # fmt: skip
-    """Exponentials of one more tile of scores, and the factor of earlier sums. The largest scores and the
-    sums are of rows [R]; if BY_THREADS, of each thread's part of a row, [R, Q]."""
+    """Exponentials of one more tile of scores, the new largest scores and sums, and the factor that scales earlier
+    output down. The largest scores and the sums are of rows [R]; if BY_THREADS, of each thread's part of a row, [R, Q].
+    """
     if MASKED:
         keys = first_key + gl.arange(0, N, gl.SliceLayout(0, s_RN.type.layout))
         end = num_keys
@@ -143,8 +145,8 @@ def _softmax(s_RN, largest, sums, scale_log2, first_query, first_key, num_keys,
             queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, s_RN.type.layout))
             end = gl.minimum(queries + 1, num_keys)[:, None]
         s_RN = where_before(s_RN, keys[None, :], end, float("-inf"))
-    # The largest is kept scaled: a product within a fused multiply-add is not rounded, and would differ from itself by
-    # its rounding, so that earlier sums would shrink a little with every tile.
+    # The largest is kept already scaled. Within a fused multiply-add its product with the scale is not rounded, and
+    # would differ from the rounded one: earlier sums would shrink a little with every tile.
     if BY_THREADS:
         s_RCQ2 = _by_threads(s_RN)
         new_largest = _raised(largest, gl.max(gl.max(s_RCQ2, 3), 1) * scale_log2)
@@ -199,7 +201,7 @@ def _times_unless_one(num):
 
 @gluon.jit
 def _shrunk(x_RD, by, BY_THREADS: gl.constexpr):
-    """x times a number for each row, or for each thread of one; a warp with only ones does nothing."""
+    """x times a factor for each row, or for each thread of a row; a warp with only factors of one does nothing."""
     NUM: gl.constexpr = x_RD.shape[1] // 2  # of a thread
     asm: gl.constexpr = _times_unless_one(NUM)[0]
     operands: gl.constexpr = _times_unless_one(NUM)[1]

@@ -1,4 +1,4 @@
-"""The shared part of the consumers of the backward kernel for Hopper GPUs, and each one's steps for dK, dV and dQ.
+"""The backward kernel for Hopper GPUs: its shared memory, and the steps of a consumer for dK, dV and dQ.
 
 Consumers share dS through shared memory: each makes half of dQ's columns, or half of the rows of a tile of 128
 queries. dK and dV come from a consumer's registers.
@@ -27,7 +27,7 @@ from .triton_hopper_tiles import (
 )
 
 KEYS = gl.constexpr(128)
-"""Keys of a program, and queries whose sums of dQ are passed on together."""
+"""Keys of a program, and queries that share a counter of turns for their sums of dQ."""
 PART = gl.constexpr(32)
 """Columns of dQ added to its sums at a time, for 64 queries: 8 KB in a row."""
 PANEL = gl.constexpr(8)
@@ -37,8 +37,8 @@ A thread has two neighbouring columns of a query. Half a warp stores four querie
 in a row, each in its own bank. In the copy engine's swizzled rows of 128 bytes they would use half of the banks.
 """
 
-# Named barriers of the two consumers, from 1 on: Triton reserves one more than the five roles. For the last two add the
-# waiting consumer.
+# Named barriers of the two consumers. They begin at 1, because Triton reserves one more for the kernel's five roles. To
+# TURN and DS the number of the waiting consumer is added.
 BOTH_ARE_DONE = gl.constexpr(1)
 TURN = gl.constexpr(2)
 DS = gl.constexpr(4)
@@ -119,7 +119,7 @@ class SharedStorage:
 
     @gluon.jit
     def ds_of(self, i, consumer):
-        """The barrier of the consumer's dS of the i-th tile; arbitrary before the first."""
+        """The barrier of the consumer's dS of the i-th tile; for a negative i, any barrier."""
         return self.ds_full.index(2 * (gl.maximum(i, 0) % 2) + consumer)
 
     @gluon.jit
@@ -129,7 +129,7 @@ class SharedStorage:
 
 @gluon.jit
 def zero_at_run_time(i):
-    """Zero, which the compiler does not know to be one: it would hoist shared-memory addresses out of the loop, for
+    """A zero that the compiler does not know. If it did, it would hoist shared-memory addresses out of the loop, for
     which no registers are left."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -145,7 +145,7 @@ def own(smem, zero, WHICH: gl.constexpr, CONSUMER: gl.constexpr):
 @gluon.jit
 def weigh(i, s_RM, dp_RM, smem, problem, first_key, first_query, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M:
           gl.constexpr, REST: gl.constexpr):  # fmt: skip
-    """Weights and dS of the i-th tile, packed, once S and then dP exist."""
+    """Weights and dS of the i-th tile, packed. It waits for the product S, then for dP."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     OF_QUERIES: gl.constexpr = gl.SliceLayout(0, S)
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
@@ -199,8 +199,8 @@ def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, sums, REST: gl.constexpr
 @gluon.jit
 def start_dq(i, dq_MW, smem, zero, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constexpr, FIRST: gl.constexpr, W:
              gl.constexpr):  # fmt: skip
-    """Start dS^T times W columns of some keys, added to the sums unless FIRST_KEY is 0; for a tile of 128 queries, 64
-    of its rows times all columns."""
+    """Start dQ = dS^T K over NUM_KEYS keys from FIRST_KEY on, added to dq_MW unless FIRST_KEY is 0. Of a tile of 64
+    queries it makes the W columns from FIRST on; of a tile of 128, the 64 rows from FIRST on."""
     ds_NM = smem.ds_parts.index(gl.maximum(i, 0) % 2).slice(FIRST_KEY, NUM_KEYS, dim=0)
     k_ND = smem.kv.index(zero).slice(FIRST_KEY, NUM_KEYS, dim=0)
     if ds_NM.shape[1] > ROWS:
@@ -239,6 +239,6 @@ def store_dq(i, dq_MW, smem, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.
 
 @gluon.jit
 def commit_dq(i, smem, CONSUMER: gl.constexpr):
-    """Announce dQ of the i-th tile; before the first, nothing."""
+    """Announce dQ of the i-th tile to the adding warp; for a negative i, announce nothing."""
     fence_async_shared()
     mbarrier.arrive(smem.dq_full.index(CONSUMER), pred=i >= 0)

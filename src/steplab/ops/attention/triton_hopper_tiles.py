@@ -2,7 +2,7 @@
 
 docs/attention_kernels.md explains Gluon, the loading warp and the consumers. A consumer starts the next product before
 it takes the exponentials of the last (Shah et al. 2024, "FlashAttention-3", sections 3.1 and 3.2). Triton 3.8 renamed
-Gluon's copies of tiles and added an adding one; 3.9 removed the older names.
+Gluon's functions that copy tiles, and added one that adds a tile to memory; 3.9 removed the older names.
 
 Note "one round": a product must end in the loop's round that starts it, else the assembler (ptxas of CUDA 13) waits
 after every product. So the product with the weights of one round starts in the next.
@@ -38,9 +38,9 @@ def reinterpret(x, dtype, shape, layout, _semantic=None):
 ROWS = gl.constexpr(64)
 """Rows of a consumer's tile: as many as a product of one warp group has."""
 NUM_CONSUMERS = gl.constexpr(2)
-"""Warp groups that multiply; the loading warp is not counted. Forward has three if sums are narrow."""
+"""Number of consumers, the warp groups that multiply. For narrow heads and long sequences forward has three."""
 CONSUMER_REGISTERS = {2: 240, 3: 160}
-"""Registers for each thread of a consumer, of 65,536 in all, by the number of consumers."""
+"""Registers for each thread of a consumer, by the number of consumers; a multiprocessor has 65,536."""
 LOADER_REGISTERS = 24
 """Registers for each thread of the loading warps, which hold only addresses."""
 
@@ -260,8 +260,8 @@ def store_parts(tile_RD, main_RD, rest_RD, MAIN: gl.constexpr, REST: gl.constexp
 
 @gluon.jit
 def pack(x_RC, dtype: gl.constexpr):
-    """Rounded to 16 bits, neighbours of a row in one register: [R, C / 2]. In a loop that carries 16-bit numbers, the
-    assembler unpacks their registers and packs them again."""
+    """x rounded to 16 bits, two neighbours of a row in one int32: [R, C / 2]. Loops carry these, because the assembler
+    would unpack and repack the registers of 16-bit numbers in every round."""
     first, second = x_RC.reshape([x_RC.shape[0], x_RC.shape[1] // 2, 2]).split()
     KIND: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     asm: gl.constexpr = "cvt.rn." + KIND + ".f32 $0, $2, $1;"

@@ -1,10 +1,10 @@
-"""The turns of the backward kernels for Hopper GPUs: at memory, by counters, and at the tensor cores.
+"""The turns of the backward kernel for Hopper GPUs: of programs at sums in memory, and of consumers at tensor cores.
 
 With tiles of 64 queries a round has one turn: dV, dK and dQ of a tile, then S and dP of the next. The first consumer
 makes its part of dQ a round late. Up to 96 columns a consumer holds its keys, up to 80 its values too, in registers.
 
-Three tiles of 128 queries do not fit shared memory, so a round has two turns: S and dP, then dV, dK and dQ. In the
-second the first consumer waits for the second's dS.
+With tiles of 128 queries, of which shared memory does not hold three, a round has two turns: S and dP, then dV, dK and
+dQ. In the second turn the first consumer waits for the second's dS.
 
 Shape suffixes: as in triton_hopper_gradients.py.
 """

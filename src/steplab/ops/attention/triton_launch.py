@@ -49,6 +49,8 @@ def _torch_makes_them_in_tf32() -> bool:
 
 
 class Call(NamedTuple):
+    """All that the kernels of a call depend on, besides its tensors' shapes and strides."""
+
     parts: Columns
     dtype: torch.dtype
     device: torch.device
@@ -110,8 +112,8 @@ def _form(kind: type[Any], shape: Sequence[int], strides: list[int], block_shape
 class Start:
     """A kernel with everything fixed except its tensors: forms of descriptors, numbers, compile-time options.
 
-    To find a compiled kernel, Triton describes each argument in words, which takes longer than a short attention; this
-    keeps it. Tensors without a form are passed by address, a multiple of 16 bytes.
+    To find a compiled kernel, Triton describes each argument in words, which takes longer than a short attention; a
+    Start keeps the kernel. Tensors without a form are passed by address, a multiple of 16 bytes.
     """
 
     def __init__(

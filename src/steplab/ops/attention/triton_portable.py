@@ -16,8 +16,8 @@ import triton.language as tl
 
 @triton.jit
 def operand(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums as a product takes them: in the tensors' type, and for TF32 rounded to its 10 bits. The matrix units would
-    truncate the other 13, which errs twice as much and always to the same side."""
+    """x rounded for use as a factor: to `dtype`, or for TF32 to its 10 mantissa bits. The matrix units would truncate
+    the other 13, which errs twice as much and always to the same side."""
     if PRECISION == "tf32":
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
         return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # a NaN's bits may overflow
@@ -26,9 +26,9 @@ def operand(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def plus_product(sums, a, b, PRECISION: tl.constexpr):
-    """sums + a b, with a from `operand`. Where products are exact to float32, each tile's product is summed alone and
-    then added, as cuBLAS adds parts: one running sum over thousands of terms errs several times as much. The compiler
-    would fuse `sums + product` into a running sum. TF32's products err a thousand times more than either sum."""
+    """sums + a b, with a from `operand`. In IEEE float32 each tile's product is summed alone and then added, as cuBLAS
+    adds parts: one running sum over thousands of terms errs several times as much. The compiler would fuse `sums +
+    product` into a running sum, so -(-a b) is added. TF32's products err a thousand times more than either sum."""
     if PRECISION == "ieee" and a.dtype == tl.float32:
         return sums - tl.dot(-a, b, input_precision=PRECISION)
     return tl.dot(a, b, sums, input_precision=PRECISION)
@@ -66,7 +66,7 @@ def attention_forward(
     q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, num_heads, sharing, num_queries, num_keys, scale_log2,
     CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of queries and a head; the longest rows of a head first."""
+    """A program for each tile of queries of each head; within a head, queries that see the most keys come first."""
     num_tiles = tl.cdiv(num_queries, M)
     first_query = (num_tiles - 1 - tl.program_id(0) % num_tiles) * M
     b_head = tl.program_id(0) // num_tiles
@@ -102,9 +102,9 @@ def attention_prepare(
     o_ptr, do_ptr, lse_ptr, minus_lse_ptr, minus_d_ptr, turns_ptr, o_b, o_h, o_s, do_b, do_h, do_s,
     num_heads, num_queries, num_padded, head_dim, num_turns, M: tl.constexpr, D: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """Backward's subtrahends for each of M queries of a head, negated: lse in powers of two, and D = rowsum(dO o O).
-    Padding rows get -inf and 0, so that their weights are zero, as do queries that saw no key, with an lse of -inf.
-    Each program also writes TURNS zeros: the turn counters of triton_hopper_backward.py."""
+    """Two numbers that backward adds, for each of M queries of a head: -lse in powers of two, and -D with D =
+    rowsum(dO o O). Padding rows get -inf and 0, so that their weights are zero. So do queries that saw no key, whose
+    lse is -inf. Each program also writes TURNS zeros: the turn counters of triton_hopper_backward.py."""
     num_tiles = num_padded // M
     b_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     b, head = b_head // num_heads, b_head % num_heads
@@ -128,8 +128,8 @@ def attention_finish(
     sums_ptr, dq_ptr, dq_b, dq_h, dq_s, num_heads, num_queries, num_padded, head_dim, scale,
     M: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
-    """A part of the columns of dQ of M queries of a head, from sums laid out as [WIDTH / PANEL, M, PANEL] for each
-    part."""
+    """Scale and round the sums of dQ: a program has one part, WIDTH columns of M queries of a head. A part's sums are
+    laid out as [WIDTH / PANEL, M, PANEL]."""
     num_tiles = num_padded // M
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     b_head = (tile // num_tiles).to(tl.int64)
@@ -242,7 +242,7 @@ def attention_backward_q(
     num_heads, sharing, num_queries, num_keys, num_padded, scale, scale_log2,
     CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries; the longest rows of a head first."""
+    """dQ of one tile of queries; within a head, queries that see the most keys come first."""
     num_tiles = tl.cdiv(num_queries, M)
     first_query = (num_tiles - 1 - tl.program_id(0) % num_tiles) * M
     b_head = tl.program_id(0) // num_tiles

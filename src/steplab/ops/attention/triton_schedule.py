@@ -19,13 +19,13 @@ CACHE_SHARE = 16 * 2**20
 PAIRS_TOGETHER = 8
 """Pairs of heads that CACHE_SHARE must hold before programs take heads in pairs; in trials, four gained nothing."""
 PROGRAMS_EACH = 3
-"""Fewest programs for each multiprocessor before programs take heads in pairs, so that all end together. Measured from
-3.9 on.
+"""Fewest programs that each multiprocessor must still have when programs take heads in pairs, so that all
+multiprocessors end at about the same time. Measured from 3.9 programs on.
 """
 START_OF_TASK = 0.6
 """Fixed time of a task, as a multiple of the time of one tile of keys; from trials."""
 MOST_DEALT = 2**17
-"""Most tasks that `dealt` balances; with more, a plain order evens out."""
+"""Most tasks that `dealt` balances. More tasks go to the programs in turn, and differences average out."""
 
 
 def heads_a_group(bytes_a_head: int, num_heads: int) -> int:
@@ -35,19 +35,19 @@ def heads_a_group(bytes_a_head: int, num_heads: int) -> int:
 def heads_in_a_row(bytes_a_head: int, sharing: int, num_programs: int, num_multiprocessors: int) -> int:
     """Return how many heads a program of the backward kernel takes one after the other: 1, or 2 that share keys.
 
-    Two pass on half as many sums of dK and dV. But the L2 cache must hold the sequences of some such pairs, and half
-    of num_programs must still give each multiprocessor some. So the order of the sums, and their last bits, depend on
-    the batch and on the GPU.
+    With two, programs pass on half as many sums of dK and dV. But CACHE_SHARE must hold PAIRS_TOGETHER such pairs, and
+    half of num_programs must give each multiprocessor PROGRAMS_EACH. So the order of the sums, and their last bits,
+    depend on the batch and on the GPU.
     """
     fit = 2 * bytes_a_head * PAIRS_TOGETHER <= CACHE_SHARE
     return 2 if sharing % 2 == 0 and fit and num_programs >= 2 * PROGRAMS_EACH * num_multiprocessors else 1
 
 
 def dealt(lengths: Sequence[int], num_programs: int) -> list[list[int]]:
-    """Numbers of each program's tasks; each task, in this order, goes to the program that is free first.
+    """The task numbers of each program. Each task, in the order of `lengths`, goes to the program that is free first.
 
-    The GPU does the same with a program a task. But a program with the whole list loads its next task's tiles while it
-    ends one.
+    The GPU would do the same if each task were a program of its own. But a program with a list of tasks loads the next
+    task's tiles while it ends one.
     """
     rows: list[list[int]] = [[] for _ in range(min(num_programs, len(lengths)))]
     if len(lengths) > MOST_DEALT:
@@ -64,7 +64,7 @@ class Task(NamedTuple):
     head: int
     first_query: int
     num_tiles: int
-    """Tiles of keys that the task's queries see; programs get tasks by this number."""
+    """Tiles of keys that the task's queries see: the length by which `dealt` gives tasks to programs."""
 
 
 def tasks_in_order(

@@ -25,9 +25,9 @@ class Columns:
     rest: int
     """0, or a power of two. 80 columns are 64 and 16; padded to 128, products would multiply 48 zeros."""
     box: int
-    """Columns of a tile in shared memory: the next power of two, filled up with zeros by the copy engine.
+    """Columns of an undivided tile in shared memory: the next power of two, filled up with zeros by the copy engine.
 
-    Tensors that the Hopper kernels load repeatedly come as two tiles, of `main` and of `rest`.
+    Tensors that the Hopper kernels load repeatedly come as two tiles instead, of `main` and of `rest`.
     """
 
 
@@ -35,7 +35,7 @@ class Columns:
 def columns(head_dim: int) -> Columns:
     """The division of `head_dim` columns: in two if three quarters of the next power of two hold them.
 
-    Only from 65 on: below, half of it is narrower than the 128 bytes of shared memory's swizzle.
+    Only from 65 columns on: below, half of that power is narrower than the 128 bytes of shared memory's swizzle.
     """
     box = max(16, power_of_two(head_dim))
     main = box // 2

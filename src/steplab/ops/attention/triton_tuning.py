@@ -31,6 +31,7 @@ class Tiles:
     gpu: str
     """A GPU's name in torch, a compute capability such as sm90, or any."""
     bits: int
+    """Bits of an element: 16 or 32."""
     box: int
     """Columns of a tile: the power of two that holds the head dimension."""
     columns: int | None = None

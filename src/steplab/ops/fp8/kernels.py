@@ -1,8 +1,8 @@
 """The kernels of casts to fp8; see casts.py. Each reads a tensor once.
 
-Every program computes the scale from amax, so that nothing runs between the kernel of amax and the cast. The bf16 tile
-is transposed and then cast again. Shared memory is read by matrices of 16-bit elements, and 8-bit elements would be
-read by bytes.
+Every program computes the scale from amax, so that nothing runs between the kernel of amax and the cast. For the cast
+by columns the bf16 tile is transposed and cast again, instead of transposing the fp8 tile. The instructions that read
+transposed matrices from shared memory take 16-bit elements; 8-bit elements would be read byte by byte.
 """
 
 import triton
@@ -13,7 +13,7 @@ from ..block_kernels import amax_so_far, magnitude_bits, raise_amax
 
 @triton.jit
 def amax_kernel(x_ptr, amax_ptr, num_elements, BLOCK: tl.constexpr):
-    """The largest magnitude of x, contiguous -> amax [1], float32 and 0 before."""
+    """The largest magnitude of x, which is contiguous -> amax [1], a float32 that is 0 before the kernel."""
     so_far = amax_so_far(amax_ptr)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     top = tl.zeros([BLOCK], tl.int32)

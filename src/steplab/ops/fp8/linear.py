@@ -10,13 +10,15 @@ product and by columns in another:
 Weights and activations are in e4m3, gradients, which vary more, in e5m2. Sums of the forward product are kept to 14
 bits (fast accumulation), of gradients in float32.
 
-A cast rereads its tensor for the largest magnitude, unless the producing kernel returns it. Autograd passes on only
-gradients, so a layer and its gradient's producer are one Function:
+A cast reads its tensor twice, first for the largest magnitude, unless the kernel that made the tensor returned it.
+Autograd passes on gradients without their magnitude. So fp8_heads and fp8_swiglu join layers and the operators behind
+them in one Function, and cast these tensors with a known magnitude:
 
-    from add_rms_norm_amax: x          fp8_heads, fp8_swiglu
-    from swiglu_amax: h                the layer down
-    in the backward pass: d merged     from rotary_heads_backward_amax
-                          d gate_up    from swiglu_backward_amax
+    tensor                     magnitude from                 cast in
+    x, the normed input        add_rms_norm_amax (x_amax)     fp8_heads, fp8_swiglu
+    h, the input of down       swiglu_amax                    fp8_swiglu
+    d merged, in backward      rotary_heads_backward_amax     fp8_heads
+    d gate_up, in backward     swiglu_backward_amax           fp8_swiglu
 
 Shape suffixes: B batch, T tokens, K inputs, F inner width, N outputs of the layer, E (H + 2 N) D: rotary_heads.
 """

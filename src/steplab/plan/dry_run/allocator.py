@@ -142,7 +142,10 @@ class Ledger:
         self.phase_peaks = {}
 
     def repeat(self) -> bool:
-        """Replay the watched step on the allocator as it left it; False if it left other tensors than it found."""
+        """Replay the events since `watch`, on the allocator in its present state.
+
+        Return False, without a replay, if other tensors are alive than at `watch`, so the step cannot repeat.
+        """
         if {id(piece) for piece in self._at_start} != self._alive.keys():
             return False
         log = self._log

@@ -62,7 +62,8 @@ class CompiledTransformer:
     def backward(self, loss: Tensor) -> None:
         """Allocate the gradients of all parameters, and free saved tensors block by block.
 
-        Activations' gradients overwrite these where possible. A block's are freed before its weight gradients are cast.
+        Activations' gradients overwrite saved tensors where possible. A block's saved tensors are freed before its
+        weight gradients are cast.
         """
         m = self._machine
         m.start_products()
@@ -157,8 +158,8 @@ class CompiledTransformer:
         return [*kept, *projections, *feed_forward]
 
     def _in_fp8(self) -> list[_Kind]:
-        """Tensors saved for fp8 matmuls: the product of gate and up, and by columns attention's output and all
-        weights.
+        """Tensors that fp8 matmuls save: the product of gate and up, and casts by columns of attention's output and of
+        all weights.
         """
         sizes = self._machine.sizes
         of_block = self.parameters.of_blocks[0].items()
@@ -170,9 +171,9 @@ class CompiledTransformer:
         ]
 
     def _of_streams(self) -> list[_Kind]:
-        """Saved inputs of both norms.
+        """Saved inputs of a block's two norms.
 
-        A block compiled alone saves attention's branch instead of the second, and adds it again.
+        A block compiled alone saves attention's branch instead of the second input, and recomputes their sum.
         """
         m, sizes, what = self._machine, self._machine.sizes, "residual stream, normalised"
         if self._spec.compile != "block" or self._fused:

@@ -18,7 +18,10 @@ READS_A_VALUE = "_local_scalar_dense"
 """Operator of `.item()`: Python reads a value off a tensor, and waits for the GPU."""
 
 MADE_BY_HOST = "made_by_host"
-"""Name of an event that is no operator: a tensor made without a device, whose copy takes unpredicted time."""
+"""Name of an event that is no operator: the model makes a tensor on the CPU, for lack of a device argument.
+
+Its copy to the GPU takes unpredicted time.
+"""
 
 
 CHOSEN_BY_TORCH = "chosen by torch"
@@ -134,7 +137,8 @@ _REPEATED = "block 1"
 class RepeatedBlocks:
     """Operators of a step with many equal blocks, in order, extrapolated from steps with two and with three.
 
-    The allocations that a repeated block reads are unknown, so fusion reads `of_two` and `of_three`.
+    Iteration repeats one block's operators, with that block's allocation numbers. Fusion needs the true numbers, so it
+    takes `of_two` and `of_three` instead.
     """
 
     of_two: tuple[Operator, ...]

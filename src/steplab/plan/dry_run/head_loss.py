@@ -40,7 +40,9 @@ def _backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor, *, scaled:
 
 
 def _scales(m: Machine) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Factors that forward and backward multiply the gradients by; fp16 cannot hold the gradients of a mean."""
+    """Forward's factor of the gradients, and backward's: forward divides by the number of targets, but in fp16, which
+    cannot hold the gradients of a mean, backward does.
+    """
     one = m.run("fill", (), m.sizes.one, FP32, "one")
     count = _num_targets(m)
     count = m.run("clamp", (count,), m.sizes.one, INT64, "number of targets, at least 1")

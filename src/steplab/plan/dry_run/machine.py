@@ -150,7 +150,10 @@ class Machine:
         self.allocations.start_products(self.phase, self.where)
 
     def dear(self, make: Callable[[], Tensor], *, is_linear: bool = False) -> Tensor:
-        """Output of an operator that selective checkpointing saves instead of running it again."""
+        """Output of an operator that selective checkpointing saves instead of running it again.
+
+        is_linear: True for a linear layer, of which `selective_2` recomputes every second one.
+        """
         return make() if self._frame is None else self._frame.output(make, is_linear=is_linear)
 
     # --- events -------------------------------------------------------------------------------------------
@@ -253,7 +256,7 @@ class Machine:
     ) -> Tensor:
         """Register that x became `output`; one operator, which reads the output's gradient and `kept`, is its backward.
 
-        what: of the gradient; '': the gradient of x.
+        what: description of the gradient; '': 'gradient of' and x's description.
         """
         like = (x.count, x.dtype, what or f"gradient of {x.what}")
         node = self.node(

@@ -118,7 +118,10 @@ def fp8_linear(
 
 
 def _in_fp8(m: Machine, x: Tensor, *, amax_known: bool) -> tuple[Tensor, Tensor]:
-    """The second fill is the next matmul's, which clears its workspace."""
+    """Cast x to fp8 by rows and by columns, after its largest magnitude is found unless it is known.
+
+    Two fills are reported: one for the largest magnitude, one with which the next matmul clears its workspace.
+    """
     for _ in range(2):
         largest = m.run("fill", (), m.sizes.one, FP32, f"largest magnitude of {x.what}")
     if not amax_known:

@@ -20,8 +20,8 @@ class Table(NamedTuple):
 def tables_of_one_kernel(sizes: Sequence[int], *, has_masters: bool) -> tuple[Table, ...]:
     """GPU tables of ops/adamw for one kernel's tensors; `sizes` are in elements.
 
-    They hold five addresses a tensor (six with a master weight), its size and rates, and the tensor of each block of
-    elements.
+    For each tensor they hold five addresses (six with a master weight), its size, its first block and three rates; for
+    each block of elements, the number of its tensor.
     """
     number, width = len(sizes), 6 if has_masters else 5
     num_blocks = sum(-(-size // ADAMW_BLOCK) for size in sizes)

@@ -128,8 +128,8 @@ def _parts_of(spec: StepSpec, split: Split, gathering: Gathering | None) -> Part
 def parts_of_run(run: Callable[[Listener], None]) -> Parts:
     """Memory and operators of each part of a micro-step with two blocks, `block 0` and `block 1`.
 
-    run: reports the micro-step's events. The first block represents all, and the head's moments count what the last
-    saves more or less. Behind a frozen embedding the first saves less, so the larger block represents all.
+    run: reports the micro-step's events. `block 0` represents all blocks; the head's moments add what `block 1`
+    saves more than it, or less. After a frozen embedding `block 0` saves less, so the larger block represents all.
     """
     found = _Reading(run)
     parts, first, last = _parts(found), found.kept(_FIRST), found.kept(_LAST)
@@ -150,7 +150,7 @@ def parts_of_run(run: Callable[[Listener], None]) -> Parts:
 
 
 def _unrounded(kept: Bundle) -> Counter[Held]:
-    """Without rounding, because an equal tensor of another block may lie in a larger allocation."""
+    """The bundle's tensors without the allocator's rounding, which may differ between equal tensors of two blocks."""
     found = Counter[Held]()
     for held, count in kept.holdings.items():
         found[dataclasses.replace(held, rounding_bytes=0)] += count

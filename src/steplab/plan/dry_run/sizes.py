@@ -2,7 +2,7 @@
 
 B batch, T context, V vocabulary, L layers, d width of the residual stream, f inner width of a feed-forward block, h
 heads, k heads of keys and values where they are fewer, P learned positions, n ranks of tensor parallelism. A rank has
-1/n of each matrix, the heads and the vocabulary, and between matmuls of the tokens (model/layout.py).
+1/n of each matrix, of the heads and of the vocabulary; between matmuls it has 1/n of the tokens (model/layout.py).
 """
 
 from dataclasses import dataclass

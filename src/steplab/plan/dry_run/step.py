@@ -76,7 +76,7 @@ def _head_loss_of(spec: StepSpec) -> HeadLoss | None:
     row = implementation(spec.loss)
     if not row.in_chunks:
         return None
-    # The gradient of the loss is 1, except behind micro-steps or a gradient scaler.
+    # The gradient of the loss is 1, except with several micro-steps or a gradient scaler.
     return partial(head_loss, row=row, scaled=spec.micro_steps > 1 or spec.precision == "fp16")
 
 

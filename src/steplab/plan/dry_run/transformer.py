@@ -1,6 +1,6 @@
-"""Repeats model/transformer.py line by line in the dry run's operators.
+"""Repeats model/transformer.py and model/fused_block.py line by line in the dry run's operators.
 
-So it does model/fused_block.py, with ops/rms_norm, rotary_heads and swiglu.
+The operators of model/fused_block.py are those of ops/rms_norm, ops/rotary_heads and ops/swiglu.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -144,7 +144,7 @@ def normalised(m: Machine, x: Tensor, parameters: Named, name: str, what: str) -
 
 class Block:
     _amax_known: ClassVar[Mapping[str, tuple[bool, bool]]] = {}
-    """Linear layers: (True if the input's, True if the output gradient's) largest magnitude is known before the cast.
+    """By linear layer, for fp8: True if the largest magnitude is known before the cast, for (input, output's gradient).
     """
 
     def __init__(self, m: Machine, attend: Attend, parameters: Named) -> None:

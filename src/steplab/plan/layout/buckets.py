@@ -19,21 +19,24 @@ _DDP_FIRST_BUCKET_BYTES = 2**20
 class Buckets:
     sizes_bytes: tuple[int, ...]
     buffered_bytes: int = 0
+    """Bytes of the buckets' buffers in torch's allocator."""
     waiting_bytes: int = 0
     """Peak bytes of gradients whose bucket is not yet complete."""
     during_backward: bool
     copied_bytes: int = 0
+    """Bytes of gradients that are copied into buffers in a step."""
     shared_bytes: int = 0
+    """Memory outside torch's allocator for peer copies."""
 
 
 @functools.lru_cache(maxsize=256)
 def buckets_of(
     elements: tuple[int, ...], kind: str, bucket_mb: float, element_bytes: int, *, peers: int = 0
 ) -> Buckets:
-    """Gradient buckets and their memory in a kind of data parallelism (specs.ddp.Kind), but for `sharded` (owned.py).
+    """Gradient buckets and their memory in a kind of data parallelism (specs.ddp.Kind), except `sharded` (owned.py).
 
     Args:
-        elements: of each weight that has a gradient, in the order of the model.
+        elements: elements of each weight that has a gradient, in the order of the model.
         peers: number of ranks that copy into each other's memory; 0: they use collectives.
     """
     sizes = [count * element_bytes for count in reversed(elements)]
@@ -58,7 +61,7 @@ def buckets_of(
 
 
 def buckets_of_peers(divisions: Sequence[parallel_sizes.Division], ranks: int) -> Buckets:
-    """Buckets sent by peer copies from the gradients' own memory; at most a window of them waits."""
+    """Buckets sent by peer copies from the gradients' own memory; at most parallel.sizes.window_bytes wait."""
     sizes = [division.num_bytes for division in divisions]
     return Buckets(
         sizes_bytes=tuple(sizes),

@@ -15,13 +15,14 @@ from steplab.plan.kernel_time import KernelTimes, on_tensor_cores
 DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S = 105e-6, 150e-6
 """Python's time per kernel if DTensor splits the tensors, compiled or not, on a quick and on a slow CPU.
 
-It binds all layouts with tp in benchmarks/results/layout_h200_202611.jsonl.gz: 100 to 150 microseconds per kernel.
+It limits the step of every layout with tp in benchmarks/results/layout_h200_202611.jsonl.gz: 100 to 150 microseconds
+per kernel.
 """
 
 HOOKS_S, HOOKS_SLOW_S = 0.5e-3, 1.6e-3
 """Python's time for FSDP2's hooks around one unit in one pass, on a quick and on a slow CPU.
 
-It is the range beyond the kernels' time in pipelines with FSDP2, from the same records.
+In the same records, pipelines with FSDP2 take that much longer than Python's time for their kernels explains.
 """
 
 
@@ -32,7 +33,7 @@ class Work:
     """Seconds of matmuls and fused attention on tensor cores, at the full clock."""
     other_s: float = 0.0
     ideal_s: float = 0.0
-    """Seconds that the same kernels take at the tensor cores' peak."""
+    """Seconds that the kernels in `tensor_s` would take at the tensor cores' peak."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(

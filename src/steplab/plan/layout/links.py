@@ -112,7 +112,8 @@ def machine_of(
 def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Cluster:
     """Cluster with a stored communication profile's bandwidths and latencies within a node.
 
-    Each collective takes its fit over all world sizes, else over most ranks.
+    Each collective takes its fit over all world sizes if there is one, else the fit of the most ranks. Raises UserError
+    for a profile without a fit of every collective.
     """
     chosen: dict[str, CommFit] = {}
     for fit in sorted(fits, key=lambda fit: fit.world_size or math.inf):

@@ -140,7 +140,7 @@ class _Rank:
         )
 
     def _aside_bytes(self) -> int:
-        """Memory of FSDP2's own streams, closed to the compute stream: two all-gathers and all gradients' shards."""
+        """Memory of FSDP2's own streams, unusable for the compute stream: two all-gathers and all gradients' shards."""
         sharing = self._sharing
         if not sharing.gathers or not self._gradients:
             return 0
@@ -429,9 +429,9 @@ def _single(category: str, what: str, formula: str, num_bytes: int) -> Bundle:
 
 @functools.lru_cache(maxsize=4096)
 def _rounding(embedding: _Sizes, block: _Sizes, head: _Sizes, num_blocks: int) -> int:
-    """Bytes that the allocator's rounding adds to tensors of these sizes, grouped by weight.
+    """Bytes that the allocator's rounding adds to tensors of these sizes, with one tuple of sizes for each weight.
 
-    The first tensors of all weights are allocated before the others.
+    The first tensor of every weight is allocated before any weight's other tensors.
     """
     placed = min(num_blocks, _MOST_ROUNDED)
     sizes = (*embedding, *block * placed, *head)

@@ -61,7 +61,7 @@ class OwnModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverRanks:
-    """Tensor-parallel communication in one pass over a part of a model, by transformers' plan."""
+    """Tensor-parallel communication in one forward and backward pass of a part of a model, by transformers' plan."""
 
     forward: int
     """Number of all-reduces of the residual stream in the forward pass."""
@@ -74,6 +74,8 @@ class OverRanks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
+    """A traced model as one tensor-parallel rank holds it: weights, sizes and communication."""
+
     num_layers: int
     embedding: tuple[Weight, ...]
     """Weights before the blocks, including weights shared with the head."""
@@ -111,7 +113,10 @@ class ForeignModel:
     trace: "Trace"
     """Runs a micro-step of the model with two of its blocks, and reports its events."""
     split: Callable[[int], Spread]
-    """The model with one of tp ranks' shard of each weight. Raises Unsupported for a model without a plan for tp."""
+    """Maps tp to the model as one of tp ranks holds it, with its shard of each weight.
+
+    Raises Unsupported for a model without a plan for tp.
+    """
     is_own: bool = False
     _known: dict[tuple[object, ...], Parts] = field(default_factory=dict)
     _spread: dict[int, Spread | SteplabError] = field(default_factory=dict)

@@ -29,7 +29,7 @@ def owned_of(
 ) -> Owned:
     """Rank 0's memory under `sharded`, with buckets of `bucket_mb` for gradients and for parameters.
 
-    elements: of each weight, in the order of the model.
+    elements: elements of each weight, in the order of the model.
     """
     sizes, limit = [count * element_bytes for count in elements], bucket_mb * BYTES_PER_MB
     groups = [[len(sizes) - 1 - place for place in group] for group in grouped(sizes[::-1], limit)]

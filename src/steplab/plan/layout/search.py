@@ -260,7 +260,10 @@ def _micro_batches(per_rank: int) -> list[int]:
 
 
 def _rank(one: LayoutCandidate) -> tuple[bool, bool, float]:
-    """Sorts the better layout first: one with a time, that fits, by time; without a time the one with less memory."""
+    """Sort key of layouts, best first: those with a predicted time that fit, by time; then the others with a time.
+
+    Layouts without a time follow, by memory, the least first.
+    """
     if one.time is not None:
         return False, one.verdict != "fits", one.time.seconds
     return True, one.peak_bytes is None, one.peak_bytes or 0

@@ -23,7 +23,9 @@ class Sharing:
     reshard: bool
     """True if weights that FSDP2 gathered are freed after the forward pass."""
     weight_bytes: int
+    """Bytes per element of a stored weight."""
     gathered_bytes: int
+    """Bytes per element of a weight as FSDP2 gathers it."""
     splits_tokens: bool
     """True if tensor parallelism also splits the tokens (sequence parallelism), as in steplab's own model."""
     model: SpreadModel
@@ -65,7 +67,7 @@ def sharing_of(
     """Return how the ranks of the spec's layout share weights, gradients and optimizer state.
 
     Args:
-        variant: of a data-parallel study, with all ranks along dp.
+        variant: a data-parallel study's, with all ranks along dp; None: as in the spec.
         model: None: steplab's own; FSDP2 gathers any other in its stored format.
     """
     layout, model = spec.layout, model or own_model(spec)

@@ -32,6 +32,7 @@ class Traffic:
     """Number of these transfers in a step of one rank."""
     group: Group
     beside: bool
+    """True if it overlaps with computation."""
 
     @property
     def total_bytes(self) -> int:

@@ -1,5 +1,5 @@
 """Convert the objects in a snapshot's pickle to columns; `torch.cuda.memory._snapshot` documents them. Unknown keys are
-skipped. A known key of another type refuses the file.
+skipped. A file with a value of the wrong type under a known key is refused.
 """
 
 from collections import defaultdict

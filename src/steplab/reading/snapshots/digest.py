@@ -45,8 +45,8 @@ def read_marks(path: Path) -> Marks:
 
 
 def check_same_history(marks: Marks, history: History, path: Path) -> None:
-    """Raise UserError if marks belong to another history, or name no owners. The history's digest identifies it; for
-    old files, all allocation sizes.
+    """Raise UserError if marks belong to another history, or name no owners. A history is identified by its digest; old
+    marks lack it and are compared by block sizes.
     """
     why = _why_not_of(marks, next((device for device in history.devices if device.index == marks.device_index), None))
     if why:
@@ -92,7 +92,7 @@ _TOLD_APART = ("parameters", "autocast_copies", "inputs")
 
 
 class SavedMemory:
-    """Tensors saved for backward, with categories and with the bytes that no earlier tensor holds."""
+    """Tensors saved for backward, with their category and the bytes that no earlier one of them already counts."""
 
     def __init__(self, marks: Marks, lifetimes: Lifetimes, codes: Codes, residents: Residents) -> None:
         self._marks, self._lifetimes = marks, lifetimes
@@ -243,10 +243,10 @@ _Replayed = tuple[DeviceHistory, Lifetimes, Integers]
 
 
 def digest(history: History, marks: Marks | None, *, unwatched_peak_bytes: int | None = None) -> MemoryProfile:
-    """Build the profile of one device. With marks, their device, by MEASURED_CATEGORIES; without, the device with the
-    highest peak, by UNNAMED_CATEGORIES.
+    """Build the profile of one device. With marks it is theirs, and memory is split by MEASURED_CATEGORIES. Without, it
+    is the device with the highest peak, split by UNNAMED_CATEGORIES.
 
-    Raises SteplabError if nothing was allocated.
+    `unwatched_peak_bytes`, the peak of steps timed before, is stored. Raises SteplabError if nothing was allocated.
     """
     replayed = device, lifetimes, allocated_bytes = _chosen(history, marks)
     positions = Positions(device.events)
@@ -354,7 +354,7 @@ def unnamed_categories(lifetimes: Lifetimes) -> Codes:
 
 
 def categories(lifetimes: Lifetimes, marks: Marks, positions: Positions, residents: Residents) -> Codes:
-    """Index into MEASURED_CATEGORIES of each allocation; its first named owner decides."""
+    """Index into MEASURED_CATEGORIES of each allocation; the first owner that the marks name for it decides."""
     codes: Codes = np.full(len(lifetimes), MEASURED_CATEGORIES.index("temporaries"), dtype=np.int8)
     always = (lifetimes.start == NONE) & (lifetimes.end == lifetimes.num_events)
     codes[always] = MEASURED_CATEGORIES.index("workspaces")

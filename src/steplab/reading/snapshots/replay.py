@@ -1,12 +1,12 @@
 """Computes lifetimes from a history: size, beginning and end of every piece of memory.
 
 Memory counts as allocated from `alloc` to `free_requested`. The block is reusable after `free_completed`, later only if
-another stream uses it (CUDACachingAllocator.cpp, `free` and `free_block`). Without requests, completions count. Older
-memory shows at its other end: held after the last event, or released without an allocation.
+another stream uses it (CUDACachingAllocator.cpp, `free` and `free_block`). Without requests, completions count. Memory
+allocated before the history is known by what follows: it is held at the end, or released without an `alloc` event.
 
 Block sizes round up to 512 B. Blocks of the small pool, or of a growing segment, are cut to size. In the large pool
-only a rest over 1 MiB is cut off, so large blocks are followed event by event: each piece begins at a free block
-(`round_size`, `should_split`, `alloc_found_block`, `free_block`, `try_merge_blocks`).
+only a rest over 1 MiB is cut off. So large blocks are followed event by event, and each allocation must begin at a free
+block (`round_size`, `should_split`, `alloc_found_block`, `free_block`, `try_merge_blocks`).
 """
 
 from collections.abc import Iterable
@@ -101,7 +101,9 @@ class LargePool:
         self._set_free(start, end)
 
     def _correct(self, start: int) -> bool:
-        """Make a free block begin at `start`; the block before it has another size than assumed."""
+        """Correct the assumed size of the block before `start`, so that a free block begins there. Returns False if no
+        block reaches `start`, or its size would be implausible.
+        """
         self._searches_left -= 1
         if self._searches_left < 0:
             return False
@@ -167,7 +169,7 @@ class Paired(Pieces):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Awaited:
-    """Memory released before the history that becomes reusable during it."""
+    """Blocks released before the history, but reusable only during it or later, because another stream used them."""
 
     address: Integers
     requested_bytes: Integers
@@ -315,8 +317,8 @@ def _begin(
     awaited: Awaited,
     sizes: Integers,
 ) -> set[int]:
-    """Set up segments as before the history, with their block sizes. Returns the numbers of allocations with assumed
-    sizes.
+    """Divide the pool's segments as they were before the first event. Writes block sizes to `sizes`, and returns the
+    numbers of allocations whose size is assumed.
     """
     unsure = set[int]()
     old = np.flatnonzero((pieces.start == NONE) & (sizes > SMALL_POOL_BYTES))
@@ -348,7 +350,7 @@ def _begin(
 
 
 def _segments_before(device: DeviceHistory) -> dict[int, int]:
-    """Start and size of segments before the history: those at the end, with events undone."""
+    """Start and size of the segments before the first event: the last ones, with all events undone."""
     events, segments = device.events, device.segments
     held = dict(zip(segments.address.tolist(), segments.size_bytes.tolist(), strict=True))
     rows = np.flatnonzero(np.isin(events.action, (history.SEGMENT_ALLOC, history.SEGMENT_FREE)))[::-1]

@@ -1,7 +1,7 @@
-"""Positions, moments and times; allocated bytes at every moment for peaks, thinned for records and charts.
+"""Converts marks' positions and events' indices to moments and times, and computes allocated bytes at each moment.
 
-Position p lies between the p-th alloc event and the next. Moment 0 lies before the first event, moment m between the
-m-th and the next.
+Position p lies between the p-th alloc event and the next. Moment 0 lies before the first event of any kind, moment m
+between the m-th and the next.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ class Positions:
         return chosen
 
     def ordinals(self, starts: Integers) -> Integers:
-        """Index of each event among the allocations; NONE before the history."""
+        """Number of each event `starts` among the alloc events, from 0; NONE before the history."""
         ordinals: Integers = np.searchsorted(self._allocations, starts)
         return np.where(starts == NONE, NONE, ordinals)
 
@@ -95,8 +95,8 @@ def bytes_over_time(lifetimes: Lifetimes, sizes: Integers) -> Integers:
 
 
 def phase_moments(phases: Sequence[Stretch], positions: Positions, given_up: Integers) -> list[tuple[int, int]]:
-    """First and last moment of each phase. A release between phases belongs to the earlier one. From the first event in
-    `given_up` on, releases of gradients belong to the later one.
+    """First and last moment of each phase. Releases between two phases belong to the earlier one, but only up to the
+    first event in `given_up`, the sorted releases of gradients: these belong to the later one.
     """
 
     def border(position: int) -> int:
@@ -131,9 +131,10 @@ def timeline(
     allocated_bytes: Integers,
     phases: Sequence[tuple[int, int]],
 ) -> MemoryTimeline:
-    """Allocated bytes by category, thinned, without empty categories. Remaining are first and last moment, each phase's
-    first and peak, and extremes of equal time intervals, hence the overall peak. `names` are the categories' names;
-    rounding is added last. `phases` holds first and last moments.
+    """Allocated bytes over time by category, without empty categories, at no more than MOST_POINTS moments.
+
+    Kept are the first and last moment, the start and peak of each phase, and the lowest and highest moment in equal
+    intervals of time, hence the overall peak. `codes` index into `names`; `phases` holds first and last moments.
     """
     moments = _chosen(positions, allocated_bytes, phases)
     rounding = lifetimes.block_bytes - lifetimes.requested_bytes

@@ -23,7 +23,7 @@ _TRANSFERS = re.compile(r"^Mem(cpy|set)")
 _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
 _COMMUNICATION = CATEGORIES.index("communication")
 _FINEST = 4000
-"""Share of the step below which the timeline draws no gap."""
+"""The timeline draws no gap shorter than a step over this number."""
 
 
 def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
@@ -93,7 +93,9 @@ def _rows_of_device(trace: Trace, activity: Activity) -> tuple[Pieces, Pieces, P
 
 
 def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
-    """Streams that carry messages, or only peer copies; never the stream that computes most."""
+    """Streams on which all work counts as communication: those with a message, or with nothing but peer copies; never
+    the stream that computes most.
+    """
     streams, lasts_ns = activity.stream, activity.end_ns - activity.start_ns
     of_copies = trace.named(activity.name, _OF_PEER_COPIES.match)
     computed_ns: dict[int, int] = {}
@@ -108,7 +110,7 @@ def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
 
 
 def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[Pieces, Pieces, Pieces]:
-    """Rows for a CPU: operators are computation, except calls that start a message."""
+    """Messages, computation, and the rows to draw as computation, on a CPU: operators that start no message."""
     sent, _ = sent_in(activity, trace, host)
     computed = activity.where(activity.category != _COMMUNICATION)
     return sent, computed, computed

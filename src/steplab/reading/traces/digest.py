@@ -30,8 +30,8 @@ _ACROSS = re.compile(r"HtoD|DtoH|Host -> |-> (Host|Pageable|Pinned)|Pageable|Pin
 
 
 def digest(trace: Trace, *, source: str | None = None, step_range: str | None = None) -> Profile:
-    """Sum up a trace. `source` (default: the trace's) is stored unchanged. `step_range` is a shell pattern for names of
-    ranges that are steps. Raises SteplabError if nothing ran, UserError if no range matches.
+    """Sum up a trace. `source` is given for steplab's own runs and replaces the trace's. `step_range` is a shell
+    pattern for names of ranges that are steps. Raises SteplabError if nothing ran, UserError if no range matches.
     """
     trace = last_steps(possible(one_device(with_steps(trace, step_range))))
     host = Host(trace)
@@ -81,9 +81,10 @@ def digest(trace: Trace, *, source: str | None = None, step_range: str | None = 
 
 
 def _without_kernels(trace: Trace, *, is_own: bool) -> list[str]:
-    """Notes on a trace without kernels, read as a CPU's; steplab knows its own run's device.
+    """Doubts about a trace without kernels, which is read as a CPU's although the machine may have a GPU. Empty if
+    steplab recorded the trace (`is_own`), because the device is then known.
 
-    Raises SteplabError for a GPU's trace: host times would be taken for the device's.
+    Raises SteplabError if the trace must be a GPU's: host times would be taken for the device's.
     """
     if trace.named(trace.calls.name, _LAUNCHES.match).any() or (trace.lists_gpu and trace.damage):
         why = "; ".join(trace.damage) or "record the activities CPU and CUDA, with the GPU visible to the profiler"

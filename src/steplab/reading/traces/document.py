@@ -266,8 +266,8 @@ class Document:
         return self._search() if is_lost else closed
 
     def _goes_on_behind(self, place: int) -> bool:
-        """True if an event without an end is damaged and others follow; without indentation a seam may lie inside
-        it.
+        """True if the event at `place` is damaged and not merely cut off: an indented seam, which cannot lie inside an
+        event, follows in the window.
         """
         is_certain = _INDENTED_SEAM.match(self._seam) is not None
         return is_certain and self._behind_seam(self._window.start + place) is not None
@@ -308,7 +308,7 @@ def _end_of(pattern: re.Pattern[str], text: str, place: int) -> int:
 def _end_of_value(text: str, place: int, close: str, *, is_all: bool) -> int | None:
     """End of the JSON value at a place; None if it may continue behind the text, _DAMAGED if invalid.
 
-    A comma or the closing bracket follows; `is_all`: nothing follows the text.
+    A comma or the bracket `close` must follow; `is_all`: the document ends with the text.
     """
     try:
         end = _PARSER.raw_decode(text, place)[1]

@@ -88,7 +88,7 @@ def nanoseconds(times_us: Sequence[Raw]) -> NDArray[np.int64]:
     """Nanoseconds from microseconds in JSON, numbers or text; MISSING for anything else.
 
     Computed in x86's long double: with 53 bits of mantissa, 4458676522690.655 times 1000 is often one off, and times
-    since 1970, from torch 2.2 and 2.3, up to 125 ns. Other machines have these errors.
+    since 1970, from torch 2.2 and 2.3, up to 125 ns. Machines without long double have these errors.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -108,7 +108,7 @@ def _walk(indices: list[int], starts: list[int], ends: list[int], parent: list[i
     borders: list[int] = []
     owners: list[int] = []
     stack = [NONE]
-    ends.append(sys.maxsize)  # of NONE, around all
+    ends.append(sys.maxsize)  # the end of NONE, which surrounds all intervals
     for index in indices:
         start, end = starts[index], ends[index]
         while ends[stack[-1]] <= start:

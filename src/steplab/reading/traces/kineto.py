@@ -295,11 +295,8 @@ def _inputs(dims: list[object], types: list[object], concrete: list[object]) -> 
         for shape, dtype in _entries(dim, kind if isinstance(kind, str) else ""):
             shapes.append(shape)
             dtypes.append(dtype)
-    return Inputs(shapes=tuple(shapes), dtypes=tuple(dtypes), scalars=tuple(map(_text, concrete)))
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+    scalars = tuple(value if isinstance(value, str) else "" for value in concrete)
+    return Inputs(shapes=tuple(shapes), dtypes=tuple(dtypes), scalars=scalars)
 
 
 def _entries(dim: object, kind: str) -> Iterable[tuple[tuple[int, ...], str]]:

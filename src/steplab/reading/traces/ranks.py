@@ -197,7 +197,7 @@ def _since(zero_ns: int, trace: RankTrace) -> RankTrace:
 
 def _clocks(hosts: dict[int, str], meetings: list[dict[int, Call]]) -> dict[int, float]:
     """Lead in ns of each rank's clock over the first rank's; 0 without common collectives. Ranks of one machine share a
-    clock, unless their ends differ by more than waking a process takes.
+    clock, unless the ends of their collectives differ by more than waking a process takes.
     """
     ahead_ns = {next(iter(hosts)): 0.0}
     while True:
@@ -220,8 +220,8 @@ def _last(calls: dict[int, Call], ahead_ns: dict[int, float]) -> int:
 
 
 def _meeting(key: _Key, found: list[dict[int, Call]], ahead_ns: dict[int, float]) -> tuple[Meeting, float]:
-    """One collective over all steps, and the seconds that other ranks wait idle in it. Medians over steps, since a rank
-    may be late once by chance.
+    """One collective over all steps, and the seconds that the median rank waits idle in it for the last one. Both have
+    medians over steps, since a rank may be late once by chance.
     """
     _, kind, group, number = key
     last = Counter(_last(calls, ahead_ns) for calls in found).most_common(1)[0][0]
@@ -257,7 +257,9 @@ def _meeting(key: _Key, found: list[dict[int, Call]], ahead_ns: dict[int, float]
 def _path(
     by_rank: dict[int, RankTrace], met: dict[_Key, dict[int, Call]], ahead_ns: dict[int, float]
 ) -> Iterator[PathPart]:
-    """The critical path of the last common step: between collectives, through the rank that arrives last."""
+    """The critical path of the last common step: the work of the rank that joins a collective last, then the collective
+    itself.
+    """
     ends_ns = [(call.end_ns, step) for (step, *_), calls in met.items() for call in calls.values()]
     _, last_step = max(ends_ns, default=(0, ""))
     begin_ns = max(trace.begins_ns - ahead_ns[rank] for rank, trace in by_rank.items())

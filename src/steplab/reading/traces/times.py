@@ -1,4 +1,4 @@
-"""Impossible times of device work: left out or cut, each with a doubt that counts them.
+"""Leaves out or cuts device work with impossible times, and adds a doubt to the trace that counts such work.
 
 CUPTI writes 0 for lost times; a profiler with full buffers writes other kernels' ends. A kernel cannot begin before its
 launch, and kernels of one stream follow each other.
@@ -18,7 +18,7 @@ dependent launch: 4 us seen).
 """
 _FAR_NS = 1_000_000_000
 _MOST_EARLY = 0.5
-"""Share of work that starts before its launch, above which the clocks differ."""
+"""Share of kernels that start before their launch, above which the clocks are at fault, not the kernels' times."""
 
 
 def possible(trace: Trace) -> Trace:

@@ -29,9 +29,9 @@ class PhaseSpan:
 
 
 def cut(activity: Activity) -> list[PhaseSpan]:
-    """Windows in host order, end to end.
+    """Windows of phases without gaps between them, in the order in which the host launched the phases.
 
-    A collective does not end a phase with other work: it may outlast the launching phase.
+    A collective does not decide where a phase with other work ends, since it may outlast the phase that launched it.
     """
     if not len(activity):
         return []
@@ -59,7 +59,7 @@ def cut(activity: Activity) -> list[PhaseSpan]:
 def phase_times(
     activity: Activity, windows: list[PhaseSpan], names: list[str], host_s: dict[str, float], *, on_host: bool
 ) -> Iterator[PhaseTime]:
-    """Sums over each phase's windows. `on_host`: on a CPU, idle time is time outside operators."""
+    """Sums over each phase's windows. `on_host`: on a CPU, all time outside operators counts as host-bound."""
     longest_ns = int((activity.end_ns - activity.start_ns).max()) if len(activity) else 0
     totals: dict[int, Sums] = {}
     for window in windows:

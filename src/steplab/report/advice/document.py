@@ -85,7 +85,7 @@ def _kept_with(tried: Tried, advice: Advice) -> list[str]:
 def _untried(advice: Advice) -> Iterator[str]:
     for words, share, fits in zip_longest(advice.untried, advice.untried_shares, advice.untried_fits):
         gain_s = share * advice.best_s if share is not None and advice.best_s else None
-        if fits is False:  # where it is not recorded, it is not known
+        if fits is False:  # None: not recorded
             yield f"{words} (predicted not to fit the GPU's memory)"
         elif gain_s is None:
             yield words

@@ -17,8 +17,9 @@ Figure = Callable[[AttentionCell], float | None]
 
 
 def rate_charts(cells: Sequence[AttentionCell], name: str, device: str | None = None) -> Iterator[Deferred | Bars]:
-    """Plot FLOP/s of the pass `name`, with the device's dense peak if all cells share a dtype; nothing if it is
-    untimed.
+    """Plot FLOP/s of the pass `name`; yields nothing if no cell timed that pass.
+
+    A line shows the device's dense peak, if it is known and all cells share a dtype.
     """
     figure = partial(AttentionCell.flops_per_s, name=name)
     values = [value for cell in cells if (value := figure(cell)) is not None]

@@ -20,10 +20,10 @@ from steplab.report.report import RecordReport, extremes
 from steplab.specs.attention import PASSES
 
 _WIDE = 0.1
-"""Relative width from which a confidence interval is printed by its ends, since it may be asymmetric."""
+"""Half width of a confidence interval, relative to the mean, above which both ends are printed instead of ±."""
 _MOST_TOLD = 3
 _ABSENT = re.compile(r"(flash-attn-4) (?:cannot|is not to) be imported \(No module named 'flash_attn\b")
-"""Matches the message of a missing flash-attn-4 package, as older records word it too."""
+"""Matches the message of a missing flash-attn-4 package, also in the words of older records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class _Comparison:
     speeds: tuple[float, ...]
     slowest_at: str
     chose_peer: bool
-    """True if the implementation is `auto` and resolved to the peer on every shape."""
+    """True if the implementation is `auto` and chose the peer, the one compared with, on every shape."""
 
     @property
     def mean(self) -> float:
@@ -41,7 +41,7 @@ class _Comparison:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """95 % interval of `mean`, for independent errors of the shapes; None if a shape has no interval."""
+        """95 % interval of `mean`, if the shapes' errors are independent; None if a shape has no interval."""
         ends = [(r.high / r.ratio, r.ratio / r.low) for r in self.ratios if r.low and r.high]
         if len(ends) < len(self.ratios):
             return None

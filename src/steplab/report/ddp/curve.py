@@ -1,7 +1,7 @@
-"""Plots step time over bucket size, measured and by the overhead model.
+"""Plots step time over bucket size, as measured and as the fitted overhead model (records.ddp.OverheadModel) predicts.
 
-A point is the usual step without communication plus the variant's exposed communication. Both steps alternated, so a
-drift of the machine cancels.
+A measured point is the study's median step without communication plus the variant's exposed communication. The latter
+is a difference between alternating steps, so a drift of the machine cancels.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def _points(cells: Sequence[DdpCell], without_s: float) -> list[Point]:
 
 
 def _scale(values: Sequence[float]) -> kit.Scale:
-    """Not from zero, because differences may be a few per cent of the step."""
+    """Scale that does not begin at zero, because the times may differ by only a few per cent."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = min(values), max(values)

@@ -159,7 +159,7 @@ _STEADY = 1.05
 """Largest ratio between repeats of one step on an undisturbed machine."""
 _MOSTLY = 0.5
 _APART = 0.5
-"""Smallest parameter deviation, relative to the change in the checked steps, that exceeds rounding."""
+"""Smallest deviation of parameters (DdpCell.deviation) that rounding does not explain."""
 
 
 def ddp_verdict(run: DdpRun) -> document.Verdict:

@@ -19,7 +19,7 @@ from steplab.report.kit.document import row_of
 
 MOMENT_WORDS = dict(zip(MOMENTS, ("initialised", "before the update", "after the update"), strict=True))
 _WIDEST = 0.5
-"""Widest interval of exposed communication, over communication alone, for which `hidden` is given."""
+"""Widest interval of exposed communication, as a share of `alone_s`, for which `hidden` is not None."""
 
 
 def phase_s(cell: DdpCell, phase: str, *, baseline: bool = False) -> float | None:
@@ -96,7 +96,7 @@ def step_ratio(cell: DdpCell) -> Ratio | None:
 
 
 def hidden(cell: DdpCell) -> float | None:
-    """Hidden share of communication, 1 - exposed / alone; negative if communication costs more than it takes alone.
+    """Share of communication hidden by computation, 1 - exposed_s / alone_s; negative if it adds more than `alone_s`.
 
     None if the interval of exposed communication is too wide.
     """
@@ -107,7 +107,7 @@ def hidden(cell: DdpCell) -> float | None:
 
 
 def is_vague(cell: DdpCell) -> bool:
-    """True if the interval of exposed communication is wider than half of communication alone."""
+    """True if the interval of exposed communication is wider than half of `alone_s`."""
     bounds, whole_s = exposed_range_s(cell), alone_s(cell)
     return bounds is not None and bool(whole_s) and bounds[1] - bounds[0] > _WIDEST * (whole_s or 0.0)
 
@@ -132,7 +132,7 @@ def best_ddp(cells: Iterable[DdpCell]) -> DdpCell | None:
 
 
 def best_ddp_s(cells: Iterable[DdpCell]) -> float | None:
-    """What torch DDP adds at its best bucket size; None unless its whole interval is above zero."""
+    """Seconds that torch DDP adds to a step at its best bucket size; None unless the whole interval is above zero."""
     found = best_ddp(cells)
     added, bounds = (exposed_s(found), exposed_range_s(found)) if found else (None, None)
     return added if added and added > 0 and (bounds is None or bounds[0] > 0) else None
@@ -159,8 +159,8 @@ def timed(run: DdpRun) -> list[DdpCell]:
 
 
 def ddp_rows(run: DdpRun) -> list[Row]:
-    """One row per variant; the step without communication has medians over all measurements that alternated with
-    variants.
+    """One row per variant. The row of the step without communication has medians over all its measurements that
+    alternated with variants.
     """
     figures = (*time_figures(run), *MEMORY)
     return [

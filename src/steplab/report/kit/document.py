@@ -29,7 +29,8 @@ class Column:
     quantity: Quantity = BY_NAME
     """Number format; BY_NAME derives it from the unit at the end of `key`."""
     shared: str | Callable[[Scalar], str] = ""
-    """Caption text that replaces the column if all rows are equal: '{} ranks' ({s} for a plural s), or a function.
+    """Caption text that replaces the column if all rows are equal: '{} ranks' ({s} for a plural s), or a function of
+    the common value.
 
     Empty: the column always stays.
     """
@@ -38,7 +39,8 @@ class Column:
     quiet: str | None = None
     """Usual text; a column with nothing else is left out."""
     rank: int = 0
-    """Order of removal on narrow terminals: highest first, then rightmost, with columns of the same heading; 0 stays.
+    """A narrow terminal drops the highest rank first, among equals the rightmost, and never 0. Columns of one rank and
+    heading go together.
     """
     wraps_from: int | None = None
     """Minimum width in characters if cells may wrap; None: they never wrap."""
@@ -86,7 +88,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of one kind; `RESULT` shows the reason of a row whose `status` is not 'ok'."""
+    """Rows of one kind. If the `status` of a row is not 'ok', the column RESULT shows the reason of its failure."""
 
     name: str
     columns: tuple[Column, ...]
@@ -304,7 +306,7 @@ class Document:
 class Identified(Protocol):
     @property
     def id(self) -> str:
-        """The record's."""
+        """Id of the record."""
 
 
 def _says(block: Block) -> bool:

@@ -47,7 +47,7 @@ class Curve:
     """Computed line, such as a fit."""
 
     name: str
-    """A series, whose colour the curve takes, or words for its tooltip."""
+    """Tooltip; if it is the name of a series, the curve has that colour."""
     points: Sequence[tuple[float, float]]
     style: Any = kit.DASHED
 

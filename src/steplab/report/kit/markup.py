@@ -40,7 +40,7 @@ _LATEX_ESCAPES = {
     "“": "``",
     "”": "''",
     "’": "'",
-    "[": "{[}",  # which would be an argument of a line's end before it
+    "[": "{[}",  # after \\, LaTeX would read a bare bracket as its argument
     "*": "{*}",
     "─": "--",
 } | {character: "\\" + character for character in "&%$#_{}"}

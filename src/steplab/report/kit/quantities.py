@@ -13,7 +13,7 @@ class Quantity:
     numeric: bool = True
 
     def show(self, value: Scalar) -> str:
-        """Format a value; a string in a numeric column is the reason of a missing value, and stays."""
+        """Format a value. A string in a numeric column explains a missing value, and stays unchanged."""
         if value is None or value == "":
             return ABSENT
         return value if self.numeric and isinstance(value, str) else self.write(value)

@@ -171,7 +171,7 @@ def drawn(shown: Sheet, width: int) -> Drawn:
 
 
 def _names_without(columns: Sequence[Column], chosen: Sequence[int]) -> Iterator[str]:
-    """Headings of the columns that are not shown; with the heading before, if a shown column has the same."""
+    """Headings of the columns that are not shown, after their left neighbour's if a shown column has the same one."""
     seen = {columns[index].heading for index in chosen}
     for index, column in enumerate(columns):
         if index not in chosen:
@@ -195,7 +195,7 @@ def _fitting(shown: Sheet, width: int) -> list[int]:
 
 
 def _least(shown: Sheet, index: int) -> int:
-    """Minimum width that cuts no number and no unwrapped text; reasons in numeric columns may break between words."""
+    """Minimum width that cuts no number and no unwrapped text; texts in numeric columns may break between words."""
     column = shown.columns[index]
     measured = longest_piece if column.quantity.numeric else columns
     widest = max((measured(row[index]) for row in shown.rows), default=0)

@@ -1,4 +1,4 @@
-"""Words absent values and failures, and breaks lines in the right places."""
+"""Puts absent values and failures into words, and breaks lines in the right places."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -64,7 +64,7 @@ def steps_chart(steps: Sequence[tuple[str, Timeline, Mapping[int, str], str]], n
 def stream_axes(
     title: str, names: tuple[str, ...], start_ns: int, end_ns: int, above: float = 0.0
 ) -> Iterator[tuple[Drawing, "Axes"]]:
-    """Yield axes in nanoseconds with one row per name; `above` rows stay empty over the first."""
+    """Yield axes in nanoseconds with one row per name; `above`: empty height over the first, in rows."""
     row_px = 72 if len(names) == 1 else 48 if len(names) < 4 else 34
     with drawing(WIDTH, _TOP + (len(names) + above) * row_px + _BOTTOM, title) as picture:
         axes = picture.axes(_LEFT, _BOTTOM, _RIGHT, _TOP)

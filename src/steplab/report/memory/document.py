@@ -100,8 +100,8 @@ def memory_document(
 ) -> Document:
     """Report a run's memory profile.
 
-    `references` are the same step in fp32, and without checkpointing. Raises UserError if the run has no memory
-    profile.
+    `references` are runs of the same step in fp32, or without checkpointing, to compare with. Raises UserError if the
+    run has no memory profile.
     """
     profile = run.memory_profile
     if profile is None:
@@ -128,7 +128,7 @@ def memory_chapter_blocks(cells: Sequence[RunCell], predictions: Mapping[str, Me
     if len(cells) > 1:
         yield later(peak_memory, cells)
     elif cells and cells[0].run.failure is None and (cells[0].run.timing or cells[0].run.memory):
-        yield from memory_blocks(cells[0].run)  # an imported trace has neither
+        yield from memory_blocks(cells[0].run)  # an imported trace has no timing and no memory
     yield Section.of("Peaks by category", peak_bars(cells, predictions))
     yield from records_in_full(watched_in_full(cells), watched(cells), record)
 

@@ -62,7 +62,7 @@ def whole(profile: MemoryProfile, prediction: MemoryPrediction | None = None) ->
 
 
 def _is_covered(profile: MemoryProfile, category: str) -> bool:
-    """Predictions are for CUDA: a CPU has no library workspaces and no rounding by the allocator."""
+    """True if predictions have this category. They are for CUDA; a CPU lacks library workspaces and rounding."""
     return profile.source != "cpu allocator" or category not in ("workspaces", "rounding")
 
 
@@ -75,7 +75,7 @@ def allocated_bytes(allocations: Iterable[Allocation]) -> int:
 
 
 def all_saved_bytes(profile: MemoryProfile) -> int:
-    """Bytes that autograd saved for backward, including kinds beyond the record's limit."""
+    """Bytes that autograd saved for backward, including groups that the record only counts (`saved_left_out`)."""
     return saved_bytes(profile.saved) + (profile.saved_left_out.num_bytes if profile.saved_left_out else 0)
 
 

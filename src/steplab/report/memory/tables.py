@@ -183,7 +183,7 @@ def _place(made: Allocation) -> tuple[str, str, str]:
 def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) -> Table:
     """Tabulate saved tensors, equal ones together, most bytes first.
 
-    The total includes `left_out`, the kinds beyond the record's limit.
+    Shares are of a total that includes `left_out`, the groups that the record only counts.
     """
     beyond = left_out or _NONE
     total = saved_bytes(saved) + beyond.num_bytes
@@ -215,7 +215,9 @@ def _alike(
     *,
     first: int,
 ) -> Table:
-    """Tabulate equal items together, most bytes first; columns in `figures` are of all of them, others of each."""
+    """Tabulate groups of equal items, largest `size` first. A column in `figures` is computed from the whole group; in
+    the other columns its items are equal.
+    """
     looks = [column for column in columns if column.key not in figures]
     groups = grouped(items, lambda item: tuple(column.of_item(item) for column in looks)).values()
     largest = sorted(groups, key=lambda group: -size(group))

@@ -1,4 +1,4 @@
-"""Reports an accounting: questions with answers, derivations and sources."""
+"""Reports a model's needs at scale: questions with answers, derivations and sources."""
 
 from collections.abc import Iterator
 

@@ -206,8 +206,8 @@ def prediction_rows(prediction: MemoryPrediction) -> list[Row]:
     """One row per peak, memory that a device needs, phase, rank, category, component, GPU and note; `row` names the
     kind.
 
-    `total_bytes` sum to the peak's over categories, and over components (num_bytes × count); for a GPU they are its
-    usable bytes. `bound` is at_least for a lower bound, estimate, traced or dry_run.
+    The `total_bytes` of all categories sum to the peak; so do those of all components, num_bytes × count each. A GPU's
+    are its usable bytes. `bound` is a records.prediction.PredictionKind.
     """
     sizes = (
         ("peak", f"in {prediction.peak_phase}: {prediction.peak_where}", prediction.peak_bytes),

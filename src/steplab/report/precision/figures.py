@@ -58,13 +58,13 @@ def matmul_groups(audit: Audit) -> list[list[MatmulAudit]]:
 
 
 def all_elements(audit: Audit, kind: str) -> Elements | None:
-    """Count the model's elements of one kind, each once: outputs only of leaf modules."""
+    """Sum up the model's elements of one of KINDS, each once: outputs and their gradients only of leaf modules."""
     counted = (module for module in audit.modules if module.leaf or kind == "parameter gradients")
     return added(elements_of(module, kind) for module in counted)
 
 
 def added(parts: Iterable[Elements | None]) -> Elements | None:
-    """Sum the counts; None without parts. A count is None if one part lacks it."""
+    """Sum the counts; returns None without parts. A summed count is None if one part lacks it."""
     given = [part for part in parts if part is not None]
     if not given:
         return None

@@ -1,6 +1,6 @@
 """Splits attention into scores, softmax and values: time, FLOPs, bytes and share of the roofline.
 
-Operators count by the last part of their range, without estimates.
+An operator belongs to the part that its range's name ends with; nothing is estimated.
 """
 
 from collections.abc import Sequence

@@ -104,7 +104,7 @@ def findings_section(findings: Findings) -> Section:
 
 
 _SAME_STEP = 0.20
-"""Relative difference between measurements of one step above which the machine has changed.
+"""Relative difference between measurements of one step above which the machine must have changed between them.
 
 Medians usually repeat within a few per cent.
 """

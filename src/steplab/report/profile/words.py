@@ -1,4 +1,4 @@
-"""Words a profile in sentences; figures are per step."""
+"""Describes a profile in sentences; figures are per step."""
 
 from collections.abc import Iterable
 

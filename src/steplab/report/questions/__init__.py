@@ -1,1 +1,1 @@
-"""Answers questions from records: `rows` tabulates the records, `answers` selects rows and words the answer."""
+"""Answers questions from records: `rows` tabulates the records, `answers` selects rows and writes the sentences."""

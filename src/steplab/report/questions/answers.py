@@ -31,7 +31,7 @@ _FOLLOWING = {
     "way": ("backend", "device"),
     "variant": ("update", "data_parallel", "bucket_size_mb", "layout"),
 }
-"""Settings that may differ along with the key, because they depend on it."""
+"""By setting, further settings that may differ when it does, because they depend on it."""
 
 
 def questions_document(
@@ -138,12 +138,12 @@ class _Answers:
             raise UserError(f"questions ask for rows of '{name}'; choose one of {', '.join(SHEETS)}")
         if name not in self._sheets:
             self._sheets[name] = SHEETS[name](self._records)
-            self._sheets[name].rows.sort(key=lambda row: not row.get("warnings"))  # the last one counts: not a doubtful
+            self._sheets[name].rows.sort(key=lambda row: not row.get("warnings"))  # doubtful first: the last counts
         return self._sheets[name]
 
 
 def _most(rows: Sequence[Row]) -> set[Scalar]:
-    """For each pass, the record with most of the rows, the newest of several."""
+    """Ids of the records whose sections are shown: for each pass, the one with most rows, the newest of several."""
     ids: dict[Scalar, list[Scalar]] = {}
     for row in rows:
         ids.setdefault(row.get("pass"), []).insert(0, row["id"])

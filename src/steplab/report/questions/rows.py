@@ -81,17 +81,17 @@ def _category_rows(run: Run, known: Row) -> Iterator[Row]:
 
 
 def _times(some: Sequence[KernelStats], every: Sequence[KernelStats], profile: Profile) -> tuple[float, float | None]:
-    """Seconds per step of some kernels, and their share of those of `every`."""
+    """Seconds per step of the kernels `some`, and their share of the time of `every` kernel (None if that is zero)."""
     total_s, busy_s = (sum(kernel.total_s for kernel in kernels) for kernels in (some, every))
     return total_s / profile.num_steps, total_s / busy_s if busy_s else None
 
 
 _CATEGORY = {"scores": "matmul", "softmax": "softmax", "values": "matmul"}
-"""Category of each part's kernels; others in its range mask, scale and copy."""
+"""By part of attention, the category of kernels that counts. Others in its range mask, scale and copy."""
 
 
 def _attention_rows(run: Run, known: Row) -> Iterator[Row]:
-    """Rows of forward's attention."""
+    """One row per part of attention in the forward pass."""
     for kernels, profile in ((kernels, profile) for phase, kernels, profile in _phases(run) if phase == "forward"):
         for part, category in _CATEGORY.items():
             own = [each for each in kernels if each.range.endswith(f"attention.{part}") and each.category == category]
@@ -173,7 +173,7 @@ def _ddp_rows(records: Sequence[Record]) -> Sheet:
         if (model := run.model) is None or run.facts is None:
             continue
         row |= {"gradient_bytes": model.gradient_bytes, "link_bytes_per_s": model.bytes_per_s, "call_s": model.call_s}
-        row |= {"best_bucket_mb": round(model.best_bucket_mb, 1), "fit_error": model.worst_fit}
+        row |= {"best_bucket_mb": float(f"{model.best_bucket_mb:.3g}"), "fit_error": model.worst_fit}
         if isinstance(size_mb := row["bucket_mb"], (int, float)):
             link = Link(bytes_per_s=model.bytes_per_s, call_s=model.call_s)
             buckets = buckets_of(model.gradient_bytes, size_mb * 1e6, run.facts.num_tensors)

@@ -45,7 +45,7 @@ class RunCell:
     unsaid: frozenset[str] = frozenset()
     """Fields omitted from the label, because others distinguish the run."""
     called: str = ""
-    """Label text that replaces the number among equal runs."""
+    """Label text in place of the number (`repeat`) that would distinguish equal runs."""
 
     @property
     def id(self) -> str:
@@ -71,7 +71,7 @@ def cells_of(runs: Sequence[Run]) -> list[RunCell]:
 def _called(equal: Sequence[RunCell]) -> list[RunCell]:
     """Labels equal cells by run name, with the id if names repeat; unnamed cells by their number.
 
-    The name of a run without a step already names the model.
+    A run without a spec, such as a recorded loop, has its name in place of the model; its label is the id.
     """
     names = [short_name(cell.run.name) for cell in equal]
     called = []
@@ -86,7 +86,7 @@ def _called(equal: Sequence[RunCell]) -> list[RunCell]:
 
 
 def _unsaid(cell: RunCell, alike: Sequence[RunCell]) -> frozenset[str]:
-    """Fields of HOW that do not narrow `alike`, the cells equal in all earlier fields."""
+    """Fields of HOW that the label of `cell` omits: all cells that agree with it in earlier fields agree in these."""
     unsaid = set()
     for field in HOW:
         same = [other for other in alike if other.values[field] == cell.values[field]]
@@ -157,7 +157,7 @@ def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
 
 
 def over_size(cells: Sequence[RunCell]) -> tuple[str, dict[str, dict[str, list[RunCell]]]] | None:
-    """Group cells by panel and series over the size that varies; None if no series has two sizes.
+    """Field of the size that varies, and the cells by panel and series; None if no series has two sizes.
 
     A second size, such as the model's, distinguishes the series. Repeated measurements share a series, unless nothing
     else distinguishes the cells.

@@ -204,7 +204,7 @@ def _peak_bytes(rank: RankSamples) -> int | None:
 
 
 def utilization(cells: Sequence[RunCell]) -> Iterable[Block]:
-    """Show one run's utilization by FLOP convention, or several runs' doubts; the runs' table has their shares."""
+    """Show one run's MFU and HFU by FLOP convention; of several runs only the doubts, since their table has both."""
     if len(cells) > 1:
         return _told_once(cells, one_run.doubts)
     run = cells[0].run

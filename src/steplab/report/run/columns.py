@@ -92,7 +92,7 @@ CONVENTIONS = {
     "given": "as stated by you",
     "as_executed": "with recomputation",
 }
-"""FLOPs that a utilization counts."""
+"""By FLOP convention of MFU and HFU, the FLOPs that it counts."""
 
 
 def _warning(words: Scalar) -> str:
@@ -101,7 +101,7 @@ def _warning(words: Scalar) -> str:
 
 
 def _explained(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
-    """Complete headings and notes by what the rows have: conventions of FLOPs, and words of warning."""
+    """Add the rows' FLOP convention to the MFU heading, and the meanings of their warnings to the notes."""
     warned = " ".join(str(row.get("warnings") or "") for row in rows)
     meanings = [f"{word.capitalize()}: {meaning}." for word, meaning in MEANINGS.items() if word in warned]
     conventions = {str(row["mfu_convention"]) for row in rows if row.get("mfu_convention") is not None}

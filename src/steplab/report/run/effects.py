@@ -28,7 +28,7 @@ class Pair:
     """A comparison of two cells that differ in one field only."""
 
     starts: tuple[tuple[RunCell, RunCell], ...]
-    """(Baseline cell, other cell) for each start of their processes; several after `ab` with starts."""
+    """(Baseline cell, other cell) for each start of their processes; `ab --starts` starts them several times."""
     judged: Ratio
     """Ratio of step times, after / before, over all starts (comparison.turns)."""
 

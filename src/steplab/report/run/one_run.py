@@ -18,9 +18,9 @@ PARTS = ("forward", "backward", "pipeline", "gradient sync", "optimizer")
 
 
 def warmup_means(timing: Timing) -> dict[int, float | None]:
-    """Mean seconds of the timed steps after each number of warm-up steps; None if too few steps were recorded.
+    """By number of warm-up steps, the mean seconds of the steps that would be timed after them; None: too few recorded.
 
-    One curve gives all means, because a process's first steps do not depend on how many are counted as warm-up.
+    One run gives all means, because a process's first steps do not depend on how many are counted as warm-up.
     """
     samples, step = curve(timing), timing.phase("step")
     steps = len(step.best_s) if step else 0

@@ -239,7 +239,7 @@ def _named(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
-    """State one run's figures, or the highest of several runs; MFU for each peak."""
+    """State one run's figures, or the highest of several runs; the highest MFU for each peak FLOP/s."""
     fields = varying(cells)
 
     def of(cell: RunCell, words: str, more: str = "", which: str = "the highest") -> str:

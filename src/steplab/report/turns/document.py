@@ -28,18 +28,16 @@ def turns_document(
 ) -> Document:
     """Compare alternating runs with the first of them.
 
-    `each` has the ratios of each start, `words` the user's names of the runs.
+    `starts` has the runs of each start of their processes, `each` the ratios in it. `words` are the user's names of the
+    runs.
     """
     runs, ratios = starts[-1], over_starts(each)
     table = _table(starts, each, ratios, words)
-    alternating = next((run.turns.alternating for run in runs if run.turns and run.turns.alternating), None)
     return Document(
         title=f"{' and '.join(_label(run) for run in runs)} in turns",
         verdict=Verdict(
             sentences=tuple(_answers(runs, ratios, words, len(starts))),
-            cautions=numerics_of_fp8([run.spec.precision for run in runs if run.spec])
-            + tuple(_waiting(runs))
-            + ((alternating_caution(alternating),) if alternating else ()),
+            cautions=tuple(_cautions(runs)),
         ),
         sections=(Section.of("", table), Section.notes(_notes(runs, len(starts)))),
         data=table.rows,
@@ -68,7 +66,7 @@ def _answers(
 
 
 def leaning_word(ratio: Ratio) -> str:
-    """slower or faster, if the whole interval is so, but not beyond the threshold; else empty."""
+    """slower or faster, if the whole interval is on that side of 1 but not beyond the threshold; else empty."""
     if ratio.why or ratio.low is None or ratio.high is None:
         return ""
     slower, faster = ratio.decision == "undecided" and ratio.low > 1, ratio.decision == "not higher" and ratio.high < 1
@@ -77,7 +75,7 @@ def leaning_word(ratio: Ratio) -> str:
 
 def _answer(a: str, b: str, ratio: Ratio, num_starts: int) -> str:
     times = f"{units.format_time(ratio.a)} and {units.format_time(ratio.b)} per step"
-    told = f"{ratio_words(ratio, ratio.a, ratio.b)}, {times}"
+    told = f"{ratio_words(ratio, ratio.a, ratio.b)}, {times}" + (f"; {ratio.why}" if ratio.why else "")
     within = units.format_percent(ratio.threshold)
     leaning = leaning_word(ratio)
     probably = f"{b} is probably {leaning} than {a}, but perhaps by less than {within}"
@@ -88,22 +86,20 @@ def _answer(a: str, b: str, ratio: Ratio, num_starts: int) -> str:
         if num_starts > 1:
             more = f" More starts may decide, such as --starts {2 * num_starts}."
         open_ = probably if leaning else f"Not decided whether {b} differs from {a} by more than {within}"
-        return f"{open_}: {told}{_but(ratio)}.{more}"
+        return f"{open_}: {told}.{more}"
     if ratio.decision == "not higher":
         open_ = f"{b} is not slower than {a} by more than {within}; whether it is faster is not known"
-        return f"{probably if leaning else open_}: {told}{_but(ratio)}."
+        return f"{probably if leaning else open_}: {told}."
     which = "slower" if ratio.decision == "higher" else "faster"
     return f"{b} is {which} than {a}: {told}."
 
 
-def _but(ratio: Ratio) -> str:
-    return f"; {ratio.why}" if ratio.why else ""
-
-
-def _waiting(runs: Sequence[Run]) -> Iterator[str]:
-    """The disturbance that the sides do not share, since a change may add launches."""
+def _cautions(runs: Sequence[Run]) -> Iterator[str]:
+    yield from numerics_of_fp8([run.spec.precision for run in runs if run.spec])
     if late := [_label(run) for run in runs if run.timing and waits_for_host(run.timing.back_to_back)]:
         yield f"Warning: in {units.listed(late)} the GPU waits for Python, so the CPU's speed affects this comparison."
+    if apart := next((run.turns.alternating for run in runs if run.turns and run.turns.alternating), None):
+        yield alternating_caution(apart)
 
 
 def alternating_caution(why: str) -> str:
