@@ -281,7 +281,7 @@ def test_a_fastest_step_that_dies_ends_the_walk_and_what_was_found_until_then_is
     advice = advise(spec, store=tmp_path / "store.db", session=session, profile=unprofiled)
     assert advice.status == "crashed"
     first, *further = advice_verdict(advice).sentences
-    assert first == "The fastest step failed, which ended the walk: crashed: killed by SIGKILL."
+    assert first == "The fastest step failed, which ended the search: crashed: killed by SIGKILL."
     kept, told = ", ".join(tried.words for tried in advice.kept), f"{sure(advice.overall).ratio:.3f} times as long"
     assert further[0].startswith(f"Until then, with {kept} the step took 48.0 ms instead of 100 ms: {told}")
 
@@ -333,7 +333,7 @@ def test_a_budget_counts_from_the_start(
         clock=lambda: now,
     )
     assert (profiled, len(advice.tried)) == (profiles, tried)
-    over = "the walk took 5.00 s longer than its budget of 1.00 s: what had begun took longer than foreseen"
+    over = "the search took 5.00 s longer than its budget of 1.00 s: what had begun took longer than foreseen"
     assert (over in advice.notes) == (budget_s == 1.0)
     assert advice.start_s == pytest.approx(0.02, rel=0.01)
     assert now <= max(budget_s, 6.0)
@@ -424,7 +424,7 @@ def test_an_interruption_keeps_the_walk_until_then(
             raise KeyboardInterrupt
         return product(spec)
 
-    with pytest.raises(KeyboardInterrupt, match="has the walk until then"):
+    with pytest.raises(KeyboardInterrupt, match="has the search until then"):
         walk(told)
     advice = interrupted_walk(tmp_path)
     assert advice.best is not None
@@ -434,7 +434,7 @@ def test_an_interruption_keeps_the_walk_until_then(
     assert advice.overall is not None
     assert any(words.startswith("compile ") for words in advice.untried)
     assert any(
-        text.startswith("Not tried, because the walk was interrupted") for text in advice_verdict(advice).sentences
+        text.startswith("Not tried, because the search was interrupted") for text in advice_verdict(advice).sentences
     )
 
 
@@ -447,7 +447,7 @@ def test_an_interruption_just_after_a_change_was_kept_keeps_it(
             owner, name = (Outlook, "see") if within == "the look at it" else (FakeSession, "leave")
             monkeypatch.setattr(owner, name, interrupts(monkeypatch))
 
-    with pytest.raises(KeyboardInterrupt, match="has the walk until then"):
+    with pytest.raises(KeyboardInterrupt, match="has the search until then"):
         walk(on_tried=kept)
     advice = interrupted_walk(tmp_path)
     with Store.open(tmp_path / "store.db", write=False) as opened:
@@ -461,7 +461,7 @@ def test_an_interruption_while_a_walk_is_recorded_keeps_all_of_it(
     walk: Callable[..., Advice], walked: tuple[Advice, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Outlook, "by_hand", interrupts(monkeypatch))
-    with pytest.raises(KeyboardInterrupt, match="has the walk until then"):
+    with pytest.raises(KeyboardInterrupt, match="has the search until then"):
         walk()
     advice = interrupted_walk(tmp_path)
     assert decisions(advice) == decisions(walked[0])
@@ -590,7 +590,7 @@ def test_a_ratio_that_is_not_the_quotient_of_the_times_beside_it_says_so(b_s: fl
     walked = ADVICE_REPORT.document(dataclasses.replace(some_advice(), overall=of_turns, best_s=b_s))
     for document in (compared, walked):
         text = " ".join(render(document, "table", width=300).split())
-        source = "; of neighbouring turns, not of these times" * said
+        source = "; ratio of neighbouring turns, not of these times" * said
         assert f"0.500 times as long (95 % interval 0.490 to 0.510{source})" in text
 
 

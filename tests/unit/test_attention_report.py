@@ -128,10 +128,12 @@ STEADY = (1e-3, 1.01e-3) * 5
 def test_means_whose_intervals_contain_one_are_said_to_decide_nothing() -> None:
     run = timed({"sdpa": STEADY, "plain": LOADED, "flex": [2 * time_s for time_s in STEADY]}, [64, 128])
     first, second = attention_verdict(run, "sdpa").sentences
-    assert first == "flex is 0.50× ± 0.01 as fast as sdpa in forward + backward: geometric mean of 2 shapes."
+    assert first == (
+        "flex is 0.50× ± 0.01 as fast as sdpa in forward + backward: geometric mean of 2 shapes, 95 % interval."
+    )
     expected = (
         r"Not decided whether plain is faster than sdpa in forward \+ backward: \d+\.\d\d× \(0\.\d\d× to "
-        r"\d+\.\d\d×\), geometric mean of 2 shapes\."
+        r"\d+\.\d\d×\), geometric mean of 2 shapes, 95 % interval\."
     )
     assert re.fullmatch(expected, second)
     assert not any(
@@ -144,7 +146,7 @@ def test_means_whose_intervals_contain_one_are_said_to_decide_nothing() -> None:
     ("of_256", "of_64", "said"),
     [
         ((0.2, 3.0) * 5, 0.5, "faster than sdpa on 1 of 3 shapes and slower on 1 (neither on 1): 0.50× (at "),
-        ((0.985,) * 10, 2.0, "0.63× ± 0.01 as fast as sdpa in forward + backward: geometric mean of 3 shapes."),
+        ((0.985,) * 10, 2.0, "0.63× ± 0.01 as fast as sdpa in forward + backward: geometric mean of 3 shapes, 95 %"),
     ],
 )
 def test_shapes_that_do_not_decide_or_differ_by_a_trifle_are_told_apart_from_those_that_do(

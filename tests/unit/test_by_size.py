@@ -134,9 +134,10 @@ def test_what_a_compiling_step_did_before_the_first_is_said_where_there_is_one()
     def below(timing: Timing) -> str:
         return sheet(first_steps_table(cells_of([dataclasses.replace(warmed(), timing=timing)]))).below
 
-    assert "an earlier step did this" not in below(WARMED)
-    assert "optimizer's state. Where there is compile time, an earlier step did this." in below(
-        dataclasses.replace(WARMED, first_step_s=20.0)
+    assert "the step that compiles" not in below(WARMED)
+    assert (
+        "optimizer's state. A compiled run did most of this in the step that compiles, before its first step here."
+        in below(dataclasses.replace(WARMED, first_step_s=20.0))
     )
 
 

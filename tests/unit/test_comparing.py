@@ -179,6 +179,17 @@ def test_how_a_step_was_measured_and_which_of_equal_devices_was_used_may_differ(
     assert compared(STEADY, other).allowed == ()
 
 
+def test_a_shorter_step_of_fewer_tokens_is_no_better_without_its_rate() -> None:
+    before, after = make_run({"context": "512", "steps": "30"}), make_run({"context": "128", "steps": "30"})
+    answer, differing, rate = verdict(compared(before, after, allow=["context"])).sentences
+    assert answer.startswith("B is better, with 0.25× the tokens a step: step time ")
+    assert differing == "They differ in context: 512 in A, 128 in B."
+    assert rate.startswith("Throughput: tokens per second ")
+    other = verdict(compared(STEADY, replace(STEADY, id="f" * 12, steplab_version="0.9.0"), allow=["steplab"]))
+    assert other.sentences[1:] == ("They differ in steplab: 0.1.0 in A, 0.9.0 in B.",)
+    assert "tokens" not in other.sentences[0]
+
+
 @pytest.mark.parametrize("precision", ["fp8", "fp8_torchao"])
 def test_fp8_on_one_side_is_a_change_of_numbers(precision: str) -> None:
     masters, in_fp8 = (

@@ -124,6 +124,11 @@ def test_a_warning_stands_beside_the_headline_in_tables_and_in_charts() -> None:
     assert "steplab run --model" in text
     assert "Warning" not in run_text(quiet)
     assert "busy machine" in rows_text([run_row(busy), run_row(quiet)], "table", width=80)
+    both = rows_text([run_row(busy), run_row(dataclasses.replace(busy, id="000000000002"))], "table", width=80)
+    assert "every row's warning: busy machine" in " ".join(both.split())
+    alone = rows_text([run_row(busy)], "table", width=80)
+    assert "busy machine" in " ".join(alone.split())
+    assert "every row" not in alone
     page = render_page([busy, dataclasses.replace(quiet, spec=dataclasses.replace(quiet.spec, context=64))], title="t")  # type: ignore[type-var]
     assert "Hollow marks are runs with a warning." in page
     assert "warning: busy machine" in page

@@ -154,18 +154,6 @@ def test_tokens_of_a_loop_are_at_least_one(tmp_path: Path) -> None:
 # Files that are never replaced
 
 
-def _linked(store: Path) -> Path:
-    return _made(store.with_name("link.csv"), lambda path: path.symlink_to(store))
-
-
-def _hard_linked(store: Path) -> Path:
-    return _made(store.with_name("hard.csv"), lambda path: path.hardlink_to(store))
-
-
-def _by_a_linked_folder(store: Path) -> Path:
-    return _made(store.parent / "again", lambda path: path.symlink_to(store.parent)) / store.name
-
-
 def _made(path: Path, make: Callable[[Path], object]) -> Path:
     make(path)
     return path
@@ -173,10 +161,12 @@ def _made(path: Path, make: Callable[[Path], object]) -> Path:
 
 SPELLINGS: dict[str, Callable[[Path], Path]] = {
     "itself": lambda store: store,
-    "a link": _linked,
-    "a hard link": _hard_linked,
+    "a link": lambda store: _made(store.with_name("link.csv"), lambda path: path.symlink_to(store)),
+    "a hard link": lambda store: _made(store.with_name("hard.csv"), lambda path: path.hardlink_to(store)),
     "up and down again": lambda store: store.parent / "missing" / ".." / store.name,
-    "a linked folder": _by_a_linked_folder,
+    "a linked folder": lambda store: (
+        _made(store.parent / "again", lambda path: path.symlink_to(store.parent)) / store.name
+    ),
     "relative": lambda store: Path(os.path.relpath(store)),
 }
 

@@ -28,6 +28,7 @@ KERNELS = {
     "triton_red_fused_sum_7": "reduction",
     "at::native::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>": "embedding",
     "at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4> >": "optimizer",
+    "multi_tensor_apply_kernel<UnaryOpFunctor<float, 2, 1, 1>, at::native::Copy<float, float>>": "copy",
     "at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>": "copy",
     "at::native::elementwise_kernel<128, 4, at::native::bfloat16_copy_kernel_cuda>": "copy",
     "triton_poi_fused__to_copy_5": "copy",

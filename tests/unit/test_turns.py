@@ -25,6 +25,7 @@ from steplab.measurement.step_job import measure_here
 from steplab.records.codec import new_id
 from steplab.records.comparison import Side
 from steplab.records.failure import Failure
+from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing, Turn, Turns
 from steplab.report.kit.rendering import render
@@ -297,6 +298,7 @@ def test_a_record_has_the_steps_of_all_turns_and_those_before_them_apart(torch_s
     ]
     assert {len(phase.best_s) for phase in run.timing.back_to_back} == {5}
     assert {len(phase.best_s) for phase in run.timing.warmup} == {2}
+    assert run_row(run)["steps"] == 5, "those measured, not the 10 of the spec"
     assert list(run.problems()) == []
     wrong = dataclasses.replace(run, turns=dataclasses.replace(run.turns, turns=run.turns.turns[:2]))
     assert [path for path, _ in wrong.problems()] == [".turns"]

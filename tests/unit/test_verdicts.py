@@ -182,7 +182,8 @@ def test_mfu_of_another_peak_is_no_lower_one() -> None:
     runs = [run for run in stored("precision_h200", Run) if run.id in ("b11fba59a313", "f6693b1bef11")]
     told = next(fact for fact in facts(cells_of(runs)) if "MFU" in fact.text)
     assert f"{told.figure} {told.text}" == (
-        "42.0 % MFU, the highest, of a dense fp32 peak of 67.0 TFLOP/s (small); 7.9 % of tf32's 494 TFLOP/s"
+        "42.0 % MFU, the highest, of a dense fp32 peak of 67.0 TFLOP/s (fp32); "
+        "7.9 %, the highest of tf32's 494 TFLOP/s (tf32)"
     )
 
 

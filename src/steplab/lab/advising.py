@@ -299,7 +299,7 @@ def advise(
                 walk.interrupted = error
                 advice = keep(opened, _recorded(walk, name, chosen.notes))
         if walk.interrupted:
-            raise KeyboardInterrupt(f"record {advice.id} has the walk until then") from walk.interrupted
+            raise KeyboardInterrupt(f"record {advice.id} has the search until then") from walk.interrupted
         return advice
 
 
@@ -344,7 +344,7 @@ def _notes(walk: Walk) -> Iterator[str]:
         yield "interrupted; remaining changes are listed as not tried"
     if walk.budget_s and -walk.left_s > _NOTICEABLY_OVER * walk.budget_s:
         yield (
-            f"the walk took {format_time(-walk.left_s)} longer than its budget of {format_time(walk.budget_s)}: what "
+            f"the search took {format_time(-walk.left_s)} longer than its budget of {format_time(walk.budget_s)}: what "
             "had begun took longer than foreseen"
         )
     if walk.overall and not walk.met and len(walk.kept) > 1:

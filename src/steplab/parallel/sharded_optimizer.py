@@ -1,7 +1,8 @@
 """An optimizer with state sharded over ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
 
 The owner updates each parameter and keeps its state; owners then exchange parameters, (N - 1)/N of their bytes to each
-rank. With `to_owners`, a step moves as many bytes as without sharding.
+rank. With `to_owners`, a step moves as many bytes as without sharding by peer copies, and up to N/(N - 1) as many by
+collectives (flat_parameters.py).
 
 A *full* state dict has torch's form. A *shard* has one rank's state and, under `shard`, its rank, the number of ranks,
 and its positions.

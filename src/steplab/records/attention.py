@@ -165,10 +165,11 @@ def _rate(name: str) -> Figure[AttentionCell]:
 
 
 BOTH = "Both: forward + backward."
+_FIRST_CALL = "First call: the first forward and the first forward + backward, compilation included."
 PASS_TIMES: tuple[Figure[AttentionCell], ...] = tuple(map(_time, PASSES))
 PASS_RATES: tuple[Figure[AttentionCell], ...] = (
     *map(_rate, PASSES),
-    Figure(key="first_call_s", header="first call", find=lambda cell: cell.first_call_s, rank=3),
+    Figure(key="first_call_s", header="first call", find=lambda cell: cell.first_call_s, rank=3, note=_FIRST_CALL),
 )
 MEMORY: tuple[Figure[AttentionCell], ...] = (
     Figure(
@@ -182,6 +183,7 @@ MEMORY: tuple[Figure[AttentionCell], ...] = (
     Figure(
         key="forward_peak_bytes",
         header="peak, forward",
+        note="Peak, forward: without autograd.",
         find=lambda cell: getattr(cell.memory, "forward_peak_bytes", None),
         rank=1,
     ),

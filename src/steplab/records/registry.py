@@ -76,8 +76,8 @@ KINDS: dict[str, Kind] = {
             listed=ADVICE_ROW,
             make_row=partial(step_row, step=lambda advice: advice.best or advice.spec),
             title="Advice",
-            noun="walk to a faster step",
-            plural="walks to a faster step",
+            noun="search for a faster step",
+            plural="searches for a faster step",
             verb="advise",
         ),
         Kind(

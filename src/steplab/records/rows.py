@@ -17,7 +17,9 @@ Step = Callable[[Any], StepSpec | None]
 
 
 def run_row(run: Run) -> Row:
-    return step_row(run, _kind_of_run(run), RUN_FIGURES)
+    """Row of a run; `steps` are those measured, which in alternating runs are not those requested."""
+    row = step_row(run, _kind_of_run(run), RUN_FIGURES)
+    return row | {"steps": len(run.samples_s)} if run.turns and run.samples_s else row
 
 
 def step_row(record: StepRecord, kind: str, figures: Figures, step: Step = lambda record: record.spec) -> Row:
@@ -45,7 +47,7 @@ def benchmark_row(run: Benchmark[Any], kind: str, figures: Figures, step: Step |
 
 
 DESCRIPTION: Figure[Any] = Figure(
-    key="description", header="description", shared="{}", rank=3, folds=True, find=lambda run: run.study.name
+    key="description", header="study", shared="study {}", rank=3, folds=True, find=lambda run: run.study.name
 )
 
 

@@ -60,7 +60,7 @@ RUN_FIGURES: tuple[Figure[Run], ...] = (
     Figure(key="step_time_s", header="step", find=lambda run: run.median_s),
     Figure(key="step_time_low_s", find=_end_of_interval(0)),
     Figure(key="step_time_high_s", find=_end_of_interval(1)),
-    Figure(key="warnings", header="warning", is_words=True, find=disturbance_words, rank=1, shared="warning: {}"),
+    Figure(key="warnings", header="warning", is_words=True, find=disturbance_words, rank=1, shared="warnings: {}"),
     Figure(key="forward_s", header="forward", find=partial(Run.phase_s, name="forward"), rank=5),
     Figure(key="backward_s", header="backward", find=partial(Run.phase_s, name="backward"), rank=5),
     Figure(key="pipeline_s", header="pipeline", find=partial(Run.phase_s, name="pipeline"), rank=5),

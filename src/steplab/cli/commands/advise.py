@@ -51,5 +51,5 @@ def advise(
             on_tried=lambda tried: say(tried_words(tried)),
         )
     emit_document(REPORT.document(advice), chosen, out, stored=advice.id)
-    say_stored("walk", advice.id)
+    say_stored("search", advice.id)
     return 1 if advice.failure else 0

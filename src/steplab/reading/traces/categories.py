@@ -14,7 +14,7 @@ _KERNELS: Rules = (
     ("communication", r"\bgloo\b|^Memcpy PtoP|cross_device_reduce|all_?reduce_(one|two)_?shot"),
     ("copy", r"^Mem(cpy|set)\b|^\[CUDA mem|CatArrayBatchedCopy|copy_kernel|copy_device_to_device|transpose_readWrite"),
     ("copy", r"n\w{3}ToN\w{3}Kernel|^batched_transpose_|^transpose_\w+2\w+|amd_rocclr_(copy|fill)|reshape_and_cache"),
-    ("copy", r"(store|set)_kv_?cache|copy_page_indices|copy_async_kernel"),
+    ("copy", r"(store|set)_kv_?cache|copy_page_indices|copy_async_kernel|multi_tensor_apply.*\bCopy(Functor)?<"),
     ("elementwise", r"rotary|(^|[_:])rope_|_rope(_|\b)|cross_entropy_scale"),
     ("attention", r"flash|fmha|mha_|sdpa|flex_attention|attention_|Attention(Backward)?Kernel|attn_(fwd|bwd)|^sage_"),
     ("attention", r"[Ff]mha|^_?bwd_(kernel_d[kvq]|preprocess)|paged_attn|unified_attn|merge_attn|sdp_attention"),

@@ -37,7 +37,7 @@ def _answer(advice: Advice) -> Iterator[str]:
         if not any(tried.ratio for tried in advice.tried):
             yield f"No step ran: {why}."
             return
-        yield f"The fastest step failed, which ended the walk: {why}."
+        yield f"The fastest step failed, which ended the search: {why}."
         if kept and advice.overall:
             yield f"Until then, with {kept} the step took {_instead_of_the_first(advice)}."
     elif not advice.tried:
@@ -55,7 +55,7 @@ def _answer(advice: Advice) -> Iterator[str]:
         if others:
             yield f"{tried.words} by itself: {_result(tried)}; kept with {' and '.join(others)}."
     if advice.untried:
-        why = "the walk was interrupted" if advice.interrupted else "time was over"
+        why = "the search was interrupted" if advice.interrupted else "time was over"
         yield f"Not tried, because {why}: {', '.join(_untried(advice))}.{_more_time(advice)}"
 
 
@@ -140,6 +140,7 @@ def _allocator(advice: Advice) -> str:
 def _table(advice: Advice) -> Table:
     on_host = advice.environment is not None and advice.environment.device.kind != "cuda"
     of_what = "process's" if on_host else "GPU's"
+    least = units.format_limit(max((tried.ratio.threshold for tried in advice.tried if tried.ratio), default=0.0))
     return Table(
         name="changes",
         columns=(
@@ -149,7 +150,7 @@ def _table(advice: Advice) -> Table:
             Column(key="least_saved_s", header="saved, low", rank=2),
             Column(key="most_saved_s", header="saved, high", rank=2),
             Column(key="after_s", header="step time", bar=True),
-            Column(key="saved_share", header="of the step", quantity=PERCENT, rank=3),
+            Column(key="saved_share", header="saved, share", quantity=PERCENT, rank=3),
             Column(key="peak_bytes", header="peak memory", rank=1),
             Column(key="added_bytes", header="memory added", quantity=_SIGNED_BYTES, rank=4),
             Column(key="result", quantity=TEXT, wraps_from=12),
@@ -158,8 +159,8 @@ def _table(advice: Advice) -> Table:
         ),
         rows=tuple(_row(tried) for tried in advice.tried),
         caption="Steps alternated with and without the change, on top of the changes kept before. low, high: 95 % "
-        "interval of the saving; a change is kept if low is above zero and `steplab ab` would agree. Peak memory is "
-        f"the {of_what}. took: the trial, with building the step.",
+        f"interval of the saving; a change is kept if low is over {least} of the step and a rank test agrees. "
+        f"Peak memory is the {of_what}. took: the trial, with building the step.",
         empty="no change was tried",
     )
 
@@ -218,7 +219,7 @@ REPORT = RecordReport(
     chapter="Advice",
     anchor="advice",
     title=advice_title,
-    subtitle=lambda advice: made(advice, "walk"),
+    subtitle=lambda advice: made(advice, "search"),
     called=lambda advice: advice.name or advice_title(advice),
     answer=advice_verdict,
     sections=_sections,

@@ -134,11 +134,12 @@ def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> It
 
 
 def _over(comparisons: Sequence[_Comparison]) -> str:
-    counts = {len(one.speeds) for one in comparisons}
+    counts, s = {len(one.speeds) for one in comparisons}, "s" if len(comparisons) > 1 else ""
+    interval = f", 95 % interval{s}" if any(one.bounds for one in comparisons) else ""
     if max(counts) == 1:
-        return "at 1 shape, 95 % interval"
+        return f"at 1 shape{interval}"
     shapes = units.counted(max(counts), "shape") if len(counts) == 1 else "the shapes that both kernels ran"
-    return f"geometric mean{'s' if len(comparisons) > 1 else ''} of {shapes}"
+    return f"geometric mean{s} of {shapes}{interval}"
 
 
 def _with_error(one: _Comparison) -> str:
@@ -189,7 +190,7 @@ def _absent_package(cell: AttentionCell) -> str | None:
 
 def _cautions(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
     timed = [cell for cell in cells if cell.samples(name)]
-    noisy = [cell for cell in timed if figures.scatter(cell, name) > SCATTERED]
+    noisy = [cell for cell in timed if figures.scatters(cell, name)]
     if noisy:
         yield (
             f"Warning: in {len(noisy)} of {units.counted(len(timed), 'timed cell')} the middle half of the samples "

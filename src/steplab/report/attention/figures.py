@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean, median, quantiles
 
 from steplab import units
@@ -18,7 +18,7 @@ from steplab.records.figure import Figure, values
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import RESULT, Column, Section, Table, row_of
 from steplab.report.kit.grouping import told_once
-from steplab.report.kit.quantities import LABEL, NUMBER, TIME, TIMES, Quantity
+from steplab.report.kit.quantities import LABEL, NUMBER, TIME, TIMES
 from steplab.specs.attention import PASSES, AttentionSpec
 
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
@@ -98,13 +98,13 @@ def telling_pass(cells: Sequence[AttentionCell]) -> str | None:
     return next((name for name in _BY_INTEREST if any(cell.samples(name) for cell in cells)), None)
 
 
-def scatter(cell: AttentionCell, name: str) -> float:
-    """Interquartile range over the median; 0 for fewer than four samples."""
+def scatters(cell: AttentionCell, name: str) -> bool:
+    """True if four or more samples have an interquartile range above SCATTERED of the median."""
     samples = cell.samples(name)
     if len(samples) < 4:
-        return 0.0
+        return False
     low, _, high = quantiles(samples, n=4, method="inclusive")
-    return (high - low) / median(samples)
+    return (high - low) / median(samples) > SCATTERED
 
 
 def shape_label(shape: AttentionSpec, others: Sequence[AttentionSpec]) -> str:
@@ -125,45 +125,16 @@ def notes_of(cells: Iterable[AttentionCell]) -> list[str]:
 
 
 _SHAPE = (
-    Column(key="shape", header="B×H×S×D", shared="{} (batch, heads, sequence, dimension)", wraps_from=14),
+    Column(
+        key="shape",
+        header="B×H×S×D",
+        shared="{} (batch, heads, sequence, dimension)",
+        wraps_from=14,
+        note="B×H×S×D: batch, heads, sequence, dimension.",
+    ),
     Column(key="mask", shared="{}"),
     Column(key="dtype", header="type", shared="{}"),
 )
-
-
-Value = Callable[[AttentionCell], Scalar]
-
-
-def by_shape(
-    cells: Sequence[AttentionCell],
-    value: Value,
-    quantity: Quantity,
-    caption: str,
-    *,
-    ratio: Value | None = None,
-    ratio_note: str = "",
-) -> Table:
-    """Tabulate `value`, one row per shape and one column per implementation, each followed by its `ratio`.
-
-    A failed cell shows the kind of its failure.
-    """
-    columns = list(dict.fromkeys(cell.spec.column for cell in cells))
-    rows: dict[object, dict[str, Scalar]] = {}
-    for cell in cells:
-        shape = cell.spec.shape
-        row = rows.setdefault(shape, _shape_row(shape, cells))
-        known = value(cell)
-        row[cell.spec.column] = cell.failure.kind.replace("_", " ") if known is None and cell.failure else known
-        row[f"{cell.spec.column} ratio"] = ratio(cell) if ratio and known is not None else None
-    by_implementation = [
-        column
-        for name in columns
-        for column in (
-            Column(key=name, header=name, quantity=quantity),
-            Column(key=f"{name} ratio", header="×", quantity=TIMES, rank=1, note=ratio_note),
-        )
-    ]
-    return Table(name="shapes", columns=(*_SHAPE, *by_implementation), rows=tuple(rows.values()), caption=caption)
 
 
 def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str, Scalar]:
@@ -176,27 +147,37 @@ def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str
 
 
 def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> Table | None:
-    """Tabulate median times, one row per shape, one column per implementation; `~` marks scattered samples.
+    """Tabulate median times, one row per shape, one column per implementation and one of its speed; `~` marks scattered
+    samples.
 
-    A failed cell shows its failure.
+    A failed cell shows the kind of its failure.
     """
-    columns = {cell.spec.column for cell in cells}
+    columns = list(dict.fromkeys(cell.spec.column for cell in cells))
     if len(columns) < 2 or not any(cell.samples(name) for cell in cells):
         return None
     peers = peers_of(cells, peer)
-
-    def time(cell: AttentionCell) -> Scalar:
-        seconds = cell.median_s(name)
-        scatters = seconds is not None and scatter(cell, name) > SCATTERED
-        return f"~{units.format_time(seconds)}" if seconds is not None and scatters else seconds
-
-    def ratio(cell: AttentionCell) -> Scalar:
-        return None if cell is peers.get(cell.spec.shape) else speed(cell, peers, name)
-
+    rows: dict[object, dict[str, Scalar]] = {}
+    for cell in cells:
+        seconds, is_peer = cell.median_s(name), cell is peers.get(cell.spec.shape)
+        told = cell.failure.kind.replace("_", " ") if seconds is None and cell.failure else seconds
+        row = rows.setdefault(cell.spec.shape, _shape_row(cell.spec.shape, cells))
+        row[cell.spec.column] = f"~{units.format_time(seconds)}" if seconds and scatters(cell, name) else told
+        row[f"{cell.spec.column} ratio"] = None if is_peer else speed(cell, peers, name)
     caption = f"Median time of {PASS_WORDS[name]}."
-    if any(scatter(cell, name) > SCATTERED for cell in cells):
+    if len(cells) < len(columns) * len(rows):
+        caption += " –: not in this benchmark."
+    if any(scatters(cell, name) for cell in cells):
         caption += f" ~ marks a median whose interquartile range exceeds {SCATTERED:.0%} of it."
-    return by_shape(cells, time, TIME, caption, ratio=ratio, ratio_note=f"×: speed relative to {peer}.")
+    note = f"Speed: relative to {peer}."
+    by_implementation = [
+        column
+        for each in columns
+        for column in (
+            Column(key=each, header=each, quantity=TIME),
+            Column(key=f"{each} ratio", header="speed", quantity=TIMES, rank=1, note=note),
+        )
+    ]
+    return Table(name="shapes", columns=(*_SHAPE, *by_implementation), rows=tuple(rows.values()), caption=caption)
 
 
 def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | None:
@@ -255,7 +236,10 @@ def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Se
     measured = [row for row in rows if row["saved_bytes"] is not None or row["forward_peak_bytes"] is not None]
     if measured:
         known = [row for row in rows if row in measured or row["status"] == "out_of_memory"]
-        yield Section.of("Memory beyond the inputs", table("memory", MEMORY, known, "Bytes beyond the inputs.", RESULT))
+        yield Section.of(
+            "Memory beyond the inputs",
+            table("memory", MEMORY, known, "Bytes beyond the inputs and the output's gradient.", RESULT),
+        )
     checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
     caption = "Multiples of the error of plain attention in the same type."
     yield Section.of("Error against float64", table("errors", ERRORS, checked, caption))

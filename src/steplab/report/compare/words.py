@@ -9,6 +9,9 @@ from steplab.report.memory.categories import category_word
 from steplab.specs.changes import numerics_of_fp8
 
 _NAMED = 3
+_SEEN = 0.01
+_OF_TOKENS = ("batch", "context", "accumulation", "layout", "tokens_per_step")
+"""Fields that set the tokens of a step."""
 _ELEMENTWISE = ("elementwise", "reduce", "copy", "mul", "add", "div", "sub", "sum", "mean", "pow", "rsqrt", "cast")
 
 
@@ -16,7 +19,7 @@ def verdict(comparison: compared.Comparison) -> Verdict:
     causes = [*(_where(change) for change in comparison.kernels[:_NAMED])]
     causes += [memory_words(change) for change in comparison.memory[:1]]
     told = (f"Largest differences: {'; '.join(causes)}.",) if causes else ()
-    return Verdict(sentences=(_answer(comparison), *told), cautions=tuple(_cautions(comparison)))
+    return Verdict(sentences=(_answer(comparison), *_unlike(comparison), *told), cautions=tuple(_cautions(comparison)))
 
 
 def _answer(comparison: compared.Comparison) -> str:
@@ -27,9 +30,10 @@ def _answer(comparison: compared.Comparison) -> str:
     if not comparison.deciding:
         return "Undecided: A and B have neither a step time nor a peak memory in common."
     cells = len({figure.cell for figure in comparison.deciding})
+    with_tokens = "".join(f", with {times:.3g}× the tokens a step" for times, _ in _rates_of_other_steps(comparison))
 
     def named(found: Sequence[compared.ComparedFigure]) -> str:
-        where = f" in {len({figure.cell for figure in found})} of {cells} cells" if cells > 1 else ""
+        where = f" in {len({figure.cell for figure in found})} of {cells} cells" if cells > 1 else with_tokens
         return f"{where}: {units.listed([figure_words(figure) for figure in found[:_NAMED]])}"
 
     if found := comparison.regressions:
@@ -51,6 +55,23 @@ def _answer(comparison: compared.Comparison) -> str:
     if cells > 1:
         return f"No difference in {cells} cells, beyond {_thresholds(comparison.deciding)}."
     return f"No difference: {units.listed([figure_words(figure) for figure in comparison.deciding])}."
+
+
+def _unlike(comparison: compared.Comparison) -> Iterator[str]:
+    if comparison.allowed and not _are_the_same(comparison):
+        yield f"They differ in {'; '.join(map(unlike_words, comparison.allowed))}."
+    if rates := [figure_words(rate) for _, rate in _rates_of_other_steps(comparison)]:
+        yield f"Throughput: {units.listed(rates[:_NAMED])}."
+
+
+def _rates_of_other_steps(comparison: compared.Comparison) -> Iterator[tuple[float, compared.ComparedFigure]]:
+    """Tokens per second of cells whose steps differ in tokens, each after B's tokens over A's."""
+    if not any(found.field in _OF_TOKENS for found in comparison.allowed):
+        return
+    steps = {figure.cell: figure.b / figure.a for figure in comparison.figures if figure.name == "step time"}
+    for rate in comparison.figures:
+        if rate.name == "tokens per second" and abs((times := steps[rate.cell] * rate.b / rate.a) - 1) > _SEEN:
+            yield times, rate
 
 
 def figure_words(figure: compared.ComparedFigure) -> str:

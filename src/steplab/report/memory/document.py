@@ -40,9 +40,7 @@ def memory_verdict(run: Run, prediction: MemoryPrediction | None = None, referen
 def _peak(profile: MemoryProfile) -> str:
     where = f", in {profile.peak_phase}" if profile.peak_phase else ""
     text = f"The peak is {units.format_bytes(profile.peak_bytes)}{where}"
-    if not figures.has_owners(profile):
-        return f"{text}."
-    parts = sorted(figures.parts(profile), key=lambda part: -part.num_bytes)
+    parts = sorted(figures.parts(profile), key=lambda part: -part.num_bytes) if figures.has_owners(profile) else []
     told = [part for part in parts if part.share >= _WORTH_TELLING][:_MOST_PARTS]
     if not told:
         return f"{text}."
@@ -58,7 +56,7 @@ def _fits(run: Run, profile: MemoryProfile, prediction: MemoryPrediction | None)
     if profile.reserved_bytes is None or profile.outside_bytes is None:
         return
     taken = profile.reserved_bytes + profile.outside_bytes
-    text = f"With the allocator's cache and memory outside it, the step took {units.format_bytes(taken)}"
+    text = f"With the allocator's cache and memory outside the allocator, the step took {units.format_bytes(taken)}"
     text += f" of the device's {units.format_bytes(total)}" if total else ""
     least = figures.smallest_card(prediction) if prediction else None
     if least:
@@ -158,4 +156,5 @@ def _allocations(run: Run, profile: MemoryProfile) -> Iterator[Section]:
     told = words.residual_sentence(run, profile)
     table = allocation_table(run, alive, words.smaller_sentence(profile))
     yield Section.of("Largest allocations alive at the peak" if alive else "Sizes", told, table)
-    yield Section.of("Large allocations not alive at the peak", allocation_table(run, others), folded=True)
+    gone = allocation_table(run, others, "total: over the whole step, not at one time.")
+    yield Section.of("Largest allocations not alive at the peak", gone, folded=True)

@@ -131,22 +131,18 @@ def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None =
 
 def phase_table(run: Run, profile: MemoryProfile) -> Table:
     counted = {peak.phase: peak.peak_allocated_bytes for peak in run.memory.peaks} if run.memory else {}
+    unrecorded = "Unrecorded: the allocator's own peak in other steps, synchronised around each phase."
     rows = tuple(
-        {"phase": phase, "peak_bytes": peak_bytes, "unwatched_bytes": counted.get(phase)}
+        {"phase": phase, "peak_bytes": peak_bytes, "unrecorded_bytes": counted.get(phase)}
         for phase, peak_bytes in profile.phase_peaks.items()
     )
-    unwatched = "Unwatched is the allocator's own peak with each phase run alone, without recording."
-    return Table(
-        name="phases",
-        columns=(
-            Column(key="phase"),
-            Column(key="peak_bytes", header="peak"),
-            Column(key="peak_bytes", header="bytes", quantity=NUMBER, rank=2),
-            Column(key="unwatched_bytes", quantity=NUMBER, rank=1),
-        ),
-        rows=rows,
-        caption=unwatched if any(row["unwatched_bytes"] is not None for row in rows) else "",
+    columns = (
+        Column(key="phase"),
+        Column(key="peak_bytes", header="peak"),
+        Column(key="peak_bytes", header="bytes", quantity=NUMBER, rank=2),
+        Column(key="unrecorded_bytes", quantity=NUMBER, rank=1, note=unrecorded),
     )
+    return Table(name="phases", columns=columns, rows=rows)
 
 
 def allocation_table(run: Run, allocations: Sequence[Allocation], remark: str | None = None) -> Table:

@@ -44,7 +44,7 @@ def _moment(profile: MemoryProfile) -> str:
     if not line:
         return f", reached {where}"
     if profile.peak_phase == "backward" and profile.peak_module is None:  # a compiled graph knows its source line
-        return f", reached {where}, by an allocation whose forward line is {profile.peak_source}"
+        return f", reached {where}, by the backward of {profile.peak_source}"
     return f", reached {where}, by an allocation{line}"
 
 
@@ -57,12 +57,12 @@ def when(profile: MemoryProfile) -> str:
 def check_sentences(profile: MemoryProfile) -> Iterator[str]:
     counted, unwatched = profile.counted_peak_bytes, profile.unwatched_peak_bytes
     if counted is not None:
-        text = "The allocator's own high-water mark over the watched step "
+        text = "The allocator's own high-water mark over the recorded step "
         same = counted == profile.peak_bytes
         yield text + ("is the same, to the byte." if same else f"is {_against(counted, profile.peak_bytes)}.")
     if unwatched is not None and unwatched != (profile.peak_bytes if counted is None else counted):
         size = _against(unwatched, profile.peak_bytes)
-        yield f"Over the steps timed back to back, which were not watched, it was {size}."
+        yield f"Over the steps timed back to back, which were not recorded, it was {size}."
 
 
 def _against(size: int, other: int) -> str:
@@ -105,7 +105,7 @@ def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
 def smaller_sentence(profile: MemoryProfile) -> str | None:
     asked = profile.peak_bytes - profile.at_peak.get("rounding", 0)
     size = asked - figures.allocated_bytes(made for made in profile.largest if made.at_peak)
-    return f"Smaller allocations alive at the peak hold {units.format_bytes(size)} together." if size > 0 else None
+    return f"Smaller allocations, not in the record, hold {units.format_bytes(size)}." if size > 0 else None
 
 
 def saved_sentences(profile: MemoryProfile) -> Iterator[str]:

@@ -53,7 +53,7 @@ _MANY = 4  # runs; more are listed separately
 def failure(cells: Sequence[RunCell]) -> Iterator[Block]:
     if len(cells) != 1 or not (why := cells[0].run.failure):
         return
-    sizes = (("requested", why.requested_bytes), ("allocated before", why.peak_allocated_bytes))
+    sizes = (("requested", why.requested_bytes), ("peak allocated before", why.peak_allocated_bytes))
     known = [(name, units.format_bytes(size)) for name, size in sizes if size is not None]
     yield Pairs.of(("during", why.phase), *known, ("signal", why.signal))
     yield Section.of("Last lines it wrote", Sentences(texts=why.last_lines, role="code"))
@@ -104,7 +104,7 @@ def _phases_of_one(run: Run, timing: Timing) -> Iterator[Block]:
             Column(
                 key="device_s",
                 header="alone, device",
-                note="alone: each phase by itself, by the GPU's and the CPU's clock.",
+                note="alone: synchronised before and after each phase; by the GPU's (device) or CPU's (host) clock.",
                 value=lambda name: _median(alone(name), "device_s"),
             ),
             Column(key="host_s", header="alone, host", value=lambda name: _median(alone(name), "host_s")),
@@ -160,7 +160,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         for count in one_run.WARMUP_COUNTS
         for column in (
             Column(key=f"{count}_s", header=f"after {count}"),
-            Column(key=f"{count}", header="×", quantity=TIMES, rank=1, note="×: relative to the run's median."),
+            Column(key=f"{count}", header="ratio", quantity=TIMES, rank=1, note="Ratio: to the median step."),
         )
     ]
     if len(cells) > 1:
@@ -170,7 +170,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         name="warmup",
         columns=tuple(columns),
         rows=tuple(rows),
-        caption="Mean of as many steps as the run measured, after the first 0, 1, 2 or 5; without compile time.",
+        caption="After N: mean of the steps after the first N, as many as the run measured; without compile time.",
     )
 
 
@@ -227,7 +227,7 @@ _SPREAD = tuple(
         ("low_s", "low", "Low and high: the 95 % interval of the median, or the range of fewer than six steps."),
         ("high_s", "high", ""),
         ("mean_s", "mean", ""),
-        ("stdev_s", "sd", ""),
+        ("stdev_s", "SD", ""),
     )
 )
 

@@ -97,7 +97,7 @@ CONVENTIONS = {
 
 def _warning(words: Scalar) -> str:
     told = (f"{word} ({MEANINGS[word]})" if word in MEANINGS else word for word in str(words).split(", "))
-    return f"warning: {', '.join(told)}"
+    return f"every row's warning: {', '.join(told)}"
 
 
 def _explained(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:

@@ -10,7 +10,14 @@ from steplab.report.kit.quantities import TIME
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.one_run import phase_names
 
-_COMPILED = "Where there is compile time, an earlier step did this."
+_FROM_DEVICE = "reserved: taken from the device by the allocator."
+_KEPT = "kept: left allocated by the first step, such as gradients and optimizer state."
+_GROWTH = (
+    ("first_growth_bytes", "reserved in the first", "reserved_bytes", slice(0, 2), _FROM_DEVICE),
+    ("later_growth_bytes", "reserved later", "reserved_bytes", slice(1, None), ""),
+    ("state_bytes", "kept after the first", "allocated_bytes", slice(0, 2), _KEPT),
+)
+_COMPILED = "A compiled run did most of this in the step that compiles, before its first step here."
 
 
 def first_steps_table(cells: Sequence[RunCell]) -> Table:
@@ -28,30 +35,14 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table:
                 for name in parts
             ),
             Column(key="compile_s", header="compile time", rank=2, note=_COMPILED, value=_compile_s),
-            Column(
-                key="first_growth_bytes",
-                header="reserved in the first",
-                rank=2,
-                note="reserved: taken from the device by the allocator.",
-                value=lambda cell: _growth(cell, "reserved_bytes", slice(0, 2)),
-            ),
-            Column(
-                key="later_growth_bytes",
-                header="reserved later",
-                rank=2,
-                value=lambda cell: _growth(cell, "reserved_bytes", slice(1, None)),
-            ),
-            Column(
-                key="state_bytes",
-                header="kept after the first",
-                rank=2,
-                note="kept: left allocated by the first step, such as gradients and optimizer state.",
-                value=lambda cell: _growth(cell, "allocated_bytes", slice(0, 2)),
+            *(
+                Column(key=key, header=header, rank=2, note=note, value=partial(_growth, field, steps))
+                for key, header, field, steps, note in _GROWTH
             ),
             Column(key="id", header="record", rank=3),
         ),
-        caption="second half: median over that half of all steps. + forward: its extra time in the first step, which "
-        "loads kernels, chooses algorithms, fills the allocator and makes the optimizer's state.",
+        caption="second half: the median step of that half. + forward: its extra time in the first step, which loads "
+        "kernels, chooses algorithms, fills the allocator and makes the optimizer's state.",
     )
 
 
@@ -73,6 +64,6 @@ def _compile_s(cell: RunCell) -> float | None:
     return None if first_s is None else first_s - _settled_s(_samples_s(cell))
 
 
-def _growth(cell: RunCell, field: str, steps: slice) -> int | None:
+def _growth(field: str, steps: slice, cell: RunCell) -> int | None:
     states = [getattr(state, field) for state in (cell.run.memory.during_warmup if cell.run.memory else ())[steps]]
     return states[-1] - states[0] if len(states) > 1 else None

@@ -130,7 +130,7 @@ def _warmup_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
     few, many = max(ends, key=lambda pair: fmean(pair[0].run.samples_s) / fmean(pair[1].run.samples_s))
     told = label(few, [name for name in fields if name in _NAMED])
     means = [
-        f"{units.format_time(fmean(cell.run.samples_s))} ± {units.format_time(stdev(cell.run.samples_s))} after "
+        f"{units.format_time(fmean(cell.run.samples_s))} (SD {units.format_time(stdev(cell.run.samples_s))}) after "
         f"{units.counted(int(cell.values['warmup'] or 0), 'warm-up step')}"
         for cell in (few, many)
     ]
@@ -245,8 +245,7 @@ def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
     def of(cell: RunCell, words: str, more: str = "", which: str = "the highest") -> str:
         if len(cells) == 1:
             return words + more
-        told = [f for f in fields if f in AXES or (f in _NAMED and not is_usual(f, cell.values[f]))]
-        return f"{words}, {which}{more} ({label(cell, told)})"
+        return f"{words}, {which}{more} ({_named([cell], fields)})"
 
     if len(cells) == 1 and (step_s := cells[0].run.median_s):
         yield Fact(figure=units.format_time(step_s), text="a step")
@@ -255,15 +254,15 @@ def facts(cells: Sequence[RunCell]) -> Iterator[Fact]:
         rate, cell, which = _highest(rates)
         yield Fact(figure=units.format_rate(rate, ""), text=of(cell, _tokens_per_s(cell.run), which=which))
     used = {c.id: u for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value and not u.exceeds_peak}
-    if used:
-        share, cell, which = _highest([(used[c.id].value or 0.0, c) for c in cells if c.id in used])
+    if shares := [(used[c.id].value or 0.0, c) for c in cells if c.id in used]:
+        share, cell, which = _highest(shares)
         most = used[cell.id]
-        by_peak = {u.peak_flops_per_s: u for u in sorted(used.values(), key=lambda one: one.value or 0.0)}
-        others = [u for u in by_peak.values() if u.dtype != most.dtype]
-        more = f", of a dense {most.dtype} peak of {FLOPS_PER_S.show(most.peak_flops_per_s)}"
-        text = of(cell, "MFU", more, which)
-        for u in others:
-            text += f"; {units.format_share(u.value or 0.0)} of {u.dtype}'s {FLOPS_PER_S.show(u.peak_flops_per_s)}"
+        text = of(cell, "MFU", f", of a dense {most.dtype} peak of {FLOPS_PER_S.show(most.peak_flops_per_s)}", which)
+        for dtype, alike in grouped(shares, lambda one: used[one[1].id].dtype).items():
+            if dtype != most.dtype:
+                other, cell, which = _highest(alike)
+                peak = f" of {dtype}'s {FLOPS_PER_S.show(used[cell.id].peak_flops_per_s)}"
+                text += f"; {of(cell, units.format_share(other), peak, which)}"
         yield Fact(figure=units.format_share(share), text=text)
     peaks = [(p.peak_allocated_bytes, c) for c in cells if (p := c.run.peak)]
     if peaks:
