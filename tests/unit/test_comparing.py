@@ -60,8 +60,8 @@ SAMPLES = [s for cell in run_cells(STEADY) for f in cell.figures if f.name == "s
 def test_a_side_is_called_by_the_name_that_its_records_have() -> None:
     runs = [make_run({"context": 64}, seed=seed, id=f"id{seed}", name=name) for seed, name in enumerate(("old", "new"))]
     text = render(compare_document(steplab.compare(*runs)))
-    assert text.splitlines()[0] == "new, id1 (B) against old, id0 (A)"
-    assert "1 record (new: id1)" in text
+    assert text.splitlines()[0] == "'new', id1 (B) against 'old', id0 (A)"
+    assert "1 record ('new': id1)" in text
 
 
 def test_a_run_is_no_different_from_itself() -> None:

@@ -118,7 +118,7 @@ def test_a_bucket_size_is_the_best_of_several_and_the_models_beside_the_best_mea
     assert f" at its best bucket size, {best.bucket_size_mb:g} MB." in told(run.cells)
     assert ") at 1 MB." in told([*others, theirs[0]])
     ours = sure(figures.best(cell for cell in run.cells if cell.contender.kind == "bucketed")).contender
-    model = f"the model's best bucket size is {sure(run.model).best_bucket_mb:.3g} MB, the best measured "
+    model = f"the model's best bucket is {sure(run.model).best_bucket_mb:.3g} MB, the best measured "
     assert f"{model}{ours.bucket_size_mb:g} MB (bucketed)." in told(run.cells)
     assert f"{model}{best.bucket_size_mb:g} MB (torch DDP)." in told([others[0], *theirs])
     assert "the best measured" not in told(others[:1])
@@ -154,7 +154,7 @@ def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -
     assert figures.hidden(beside(0.099, 0.0)) == 1.0, "a step cannot hide more than there is"
     assert figures.hidden(beside(0.104, 0.1)) is None, "10 ms to either side, of 10 ms"
     for noise, explained in ((0.0, True), (0.1, False)):
-        assert ("Hidden is" in render_ddp(dataclasses.replace(run, cells=(beside(0.104, noise),)))) == explained
+        assert ("Hidden:" in render_ddp(dataclasses.replace(run, cells=(beside(0.104, noise),)))) == explained
     bounds = sure(figures.exposed_range_s(beside(0.104, 0.1)))
     assert bounds[0] < 0 < 0.004 < bounds[1]
 

@@ -11,6 +11,7 @@ from tests.sure import sure
 from tests.unit.explaining import BYTES_PER_S, MS, foreign, host_call, op, own, profile, timing
 
 from steplab.costs.kernel_time import Product, product_s, streaming_s
+from steplab.explain import api
 from steplab.explain.api import DIAGNOSES, WITHOUT_PROFILE, explain, not_looked_at
 from steplab.explain.case import gpu_of_run
 from steplab.explain.shapes import Shape, shapes_of
@@ -59,6 +60,17 @@ def test_the_largest_gain_comes_first_and_what_cannot_be_said_last() -> None:
     assert saves[1] is not None
     assert saves[0] > saves[1]
     assert saves[2] is None
+
+
+def test_a_saving_that_another_includes_is_deducted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def saving(kind: str, ms: float, includes: str = "") -> Finding:
+        return Finding(kind=kind, title="", saw="", why="", change="", evidence=(), saves_s=ms * MS, includes=includes)
+
+    of_60_ms = (saving("whole", 40.0, "part"), saving("part", 15.0), saving("third", 12.0), saving("fourth", 10.0))
+    monkeypatch.setattr(api, "DIAGNOSES", tuple(lambda _, one=one: one for one in of_60_ms))
+    assert {f.kind: sure(f.saves_s) for f in explain(slow_run())} == pytest.approx(
+        {"whole": 40 * MS, "part": 15 * MS, "third": 12 * MS, "fourth": 8 * MS}
+    )
 
 
 def test_a_failed_run_is_not_explained_and_that_is_said() -> None:

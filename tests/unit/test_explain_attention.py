@@ -51,7 +51,7 @@ def test_plain_attention_is_predicted_by_the_flops_a_fused_kernel_needs() -> Non
     # the bf16 peak at 1024 tokens and heads of 128, less with heads of 64.
     assert 0.1 < 3.5 * PRODUCT / BF16 / (20 * MS - sure(found.saves_s)) < 0.19
     assert found.fields == {"attention": "sdpa"}
-    assert found.title == "Attention scores go through memory: 40.0 % of the device's work"
+    assert found.title == "Attention that stores its scores takes 40.0 % of the device's busy time"
     assert {e.what: e.value for e in found.evidence}["bytes they move at least"] == pytest.approx(6e9)
 
 
@@ -83,7 +83,7 @@ def test_a_trace_without_operators_says_neither_bytes_nor_flops_nor_that_backwar
     forward = [each for each in attention("bf16", ranges=True) if each.phase == "forward"]
     found = sure(scores_materialised(case(own(PLAIN, replace(profile([*forward, REST]), ops=()), timing(50.0)))))
     assert found.saw == (
-        "Scores, softmax and value product (by their ranges, of the forward pass alone) take 9.00 ms per step."
+        "Scores, softmax and value product (by the profiler's ranges, forward only) take 9.00 ms per step."
     )
     assert [e.what for e in found.evidence] == ["scores, softmax and values", "device busy"]
 

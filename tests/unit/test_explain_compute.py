@@ -138,7 +138,7 @@ def test_fusing_leaves_what_the_dry_run_says() -> None:
 def test_without_a_dry_run_fusing_is_predicted_to_leave_the_largest_recorded_share() -> None:
     found = sure(fusable_elementwise(case(foreign(seen_with(compiled=None)))))
     assert found.saves_s == pytest.approx((1 - MOST_LEFT.memory_bound) * LOW_MS * MS)
-    assert "this record has no dry run" in found.prediction
+    assert "No dry run was recorded." in found.prediction
     assert not [each for each in found.evidence if "matrix products" in each.what]  # which is unknown
 
 

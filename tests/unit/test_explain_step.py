@@ -240,7 +240,7 @@ def test_a_large_share_of_the_loss_is_told_with_what_a_fused_one_saves() -> None
     assert found.saves_s == pytest.approx(
         6 * MS - 2 * 2048 * 151_936 * 2 / (SHARES["fused reduction"] * BYTES_PER_S), rel=1e-3
     )
-    assert found.title == "The vocabulary takes 50.0 % of the device's work"
+    assert found.title == "The vocabulary takes 50.0 % of the device's busy time"
     assert found.fields == {"loss": "fused"}
     assert "--loss fused" in found.change
 

@@ -140,7 +140,7 @@ def test_a_launch_bound_step_that_synchronises_must_lose_that_before_it_is_a_gra
     seen = profile(ALL, waiting_ms={"forward": 9.0}, host_calls=calls)
     for fields in ({}, {"compile": "reduce-overhead"}):  # graphs already get another finding
         found = sure(launch_bound(case(own(fields, seen, timing(20.0, forward=13.0, backward=6.0, optimizer=1.0)))))
-        assert ("remove that first" in found.note) == (said and not fields)
+        assert ("remove those first" in found.note) == (said and not fields)
 
 
 def test_no_more_than_the_unprofiled_step_is_idle() -> None:

@@ -53,7 +53,7 @@ def test_only_what_can_be_tried_is_offered_to_be_tried(run: Run, found: Findings
     code = [dataclasses.replace(finding, fields={}) for finding in found.findings]
     for given in (found, dataclasses.replace(found, findings=tuple(code))):
         text = " ".join(render_findings(run, given, "table").split())
-        assert ("`--try` measures the changes that are options of the step." in text) == (given is found)
+        assert ("`--try` measures the changes that are options of `steplab run`." in text) == (given is found)
 
 
 def tried(found: Findings) -> Findings:
@@ -85,7 +85,7 @@ def test_a_larger_batch_saves_time_for_the_same_tokens_and_none_per_step(run: Ru
     assert "--batch 8 saves about 3.00 ms for the same tokens, 10.0 % of 30.0 ms." in text
     assert "The change saves about 3.00 ms for the same tokens, 10.0 % of 30.0 ms." in text
     assert "30.0 ms per step" not in text
-    assert "limited to what those above leave, a larger batch's not counted." in text
+    assert "each is capped by the time that those above leave, not counting a larger batch." in text
     assert "larger batch" not in render_findings(run, found, "table", width=300)
 
 

@@ -179,7 +179,7 @@ def test_softmax_against_the_score_product(runs: dict[Cell, Run], kernels: list[
     assert float(row[3]) == pytest.approx(softmax_bytes / 1024**3, rel=0.005)  # sizes are binary, as everywhere
     assert float(row[4]) == pytest.approx(softmax_flops / softmax_bytes, rel=0.005)
     said = re.search(
-        rf"Softmax takes {TIME} of forward, ([\d.]+) times the {TIME} of scores' matmul, with 1/(\d+) of its "
+        rf"Softmax takes {TIME} of forward, ([\d.]+) times the {TIME} of the scores' matmul, with 1/(\d+) of its "
         r"FLOPs: it does ([\d.]+) FLOP for each byte it moves, the matmul ([\d.]+)\.",
         told,
     )

@@ -57,14 +57,14 @@ def test_equal_runs_are_called_by_their_names_and_those_of_one_name_by_their_ids
         for context in (64, 128) for seed, name in enumerate(names)
     ]  # fmt: skip
     assert labels(runs)[:5] == [
-        "context 64 · before",
-        "context 64 · after (id64-1)",
-        "context 64 · after (id64-2)",
+        "context 64 · 'before'",
+        "context 64 · 'after' (id64-1)",
+        "context 64 · 'after' (id64-2)",
         "context 64 · run 4",
-        f"context 64 · a b{12 * 'c'}…{16 * 'c'}",
+        f"context 64 · 'a b{12 * 'c'}…{16 * 'c'}'",
     ]
     (series,) = (list(lines) for lines in sure(over_size(cells_of(runs)))[1].values())
-    assert series[:4] == ["before", "run 2 (after)", "run 3 (after)", "run 4"], "a series is named after its runs"
+    assert series[:4] == ["'before'", "run 2 ('after')", "run 3 ('after')", "run 4"], "a series is named after its runs"
 
 
 def test_no_two_cells_share_a_label_or_a_place() -> None:

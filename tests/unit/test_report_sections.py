@@ -129,7 +129,7 @@ ARROWS = {
     "comm": {"kit", "report"},
     "ddp": {"kit", "report", "run"},
     "ceilings": {"kit", "report"},
-    "compare": {"kit", "memory", "turns"},
+    "compare": {"kit", "memory", "run", "turns"},
     "history": {"kit", "run"},
     "runs": {"kit", "environments", "report", "run", "profile", "memory", "plan"},
     "questions": {"kit", "report", "run", "page"},

@@ -4,7 +4,7 @@ Each diagnosis uses only the record, and gives no finding if data are missing. E
 so gains overlap; their sum is limited to the step."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from steplab.explain.batch_too_small import batch_too_small
 from steplab.explain.case import Case, case_of
@@ -76,7 +76,7 @@ def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
     return list(_within(length_s, in_order(found)))
 
 
-def _within(step_s: float | None, findings: Iterable[Finding]) -> Iterator[Finding]:
+def _within(step_s: float | None, findings: tuple[Finding, ...]) -> Iterator[Finding]:
     left_s = step_s
     for finding in findings:
         if left_s is not None and finding.saves_s is not None and finding.tokens_ratio == 1:
@@ -91,7 +91,8 @@ def _within(step_s: float | None, findings: Iterable[Finding]) -> Iterator[Findi
                     if left_s
                     else finding.prediction,
                 )
-            left_s -= finding.saves_s or 0.0
+            # A saving that another one includes is deducted with that one.
+            left_s -= 0.0 if finding.kind in {one.includes for one in findings} else finding.saves_s or 0.0
         yield finding
 
 

@@ -46,7 +46,7 @@ def batch_too_small(case: Case) -> Finding | None:
         saves_s=saves_s,
         tokens_ratio=factor,
         prediction=(
-            f"With {factor} times the batch, the tokens of one present step take {format_time(step_s - saves_s)} "
+            f"With {factor} times the batch, as many tokens as now in one step take {format_time(step_s - saves_s)} "
             f"instead of {format_time(step_s)}: {step_s / (step_s - saves_s):.2f} times the tokens per second. "
             f"Left out: larger matmuls are also more efficient.{_memory(case, factor)}"
         ),
@@ -88,5 +88,5 @@ def _factor(case: Case) -> int | None:
 def _memory(case: Case, factor: int) -> str:
     peak = case.run.peak
     if peak is None:
-        return " Whether it fits is not known: the record has no peak of memory."
-    return f" It needs at most {format_bytes(factor * peak.peak_allocated_bytes)}."
+        return " Whether the larger batch fits is not known: the record has no peak of memory."
+    return f" The larger batch needs at most {format_bytes(factor * peak.peak_allocated_bytes)}."

@@ -125,8 +125,8 @@ def in_seconds(times: Mapping[str, float]) -> tuple[Evidence, ...]:
 
 
 def reached_bandwidth(name: str, gpu: Gpu) -> str:
-    share = f"{streaming_share(name, gpu):.2g} of {_figure(gpu.bandwidth_bytes_per_s, 'B/s', gpu)}"
-    return f"{share}, as fitted on {gpu.rates.name}"
+    share = f"{streaming_share(name, gpu):.2g} (fitted on {gpu.rates.name})"
+    return f"{share} of {_figure(gpu.bandwidth_bytes_per_s, 'B/s', gpu)}"
 
 
 def stated_peak(dtype: str, gpu: Gpu) -> str:

@@ -61,7 +61,7 @@ def weight_casts(case: Case) -> Finding | None:
     moved = sum(cast_bytes(op) for op in ops) / profile.num_steps
     finding = Finding(
         kind="weight_casts",
-        title=f"Casting weights takes {format_percent(now_s / busy_s)} of the device's work",
+        title=f"Casting weights takes {format_percent(now_s / busy_s)} of the device's busy time",
         saw=(
             f"Autocast copies fp32 weights to low precision, and their gradients back: {format_time(now_s)} and "
             f"{format_bytes(moved)} per step."
@@ -99,7 +99,7 @@ def _with_masters(finding: Finding, case: Case, weights_s: float) -> Finding | N
         finding,
         fields=fields,
         note=(
-            "the numbers stay autocast's, because masters, moments and update are fp32; in your own code: masters = "
+            "the numerics stay autocast's: masters, moments and update are fp32; in your own code: masters = "
             "bf16_with_masters(model) and OneKernelAdamW(..., masters=masters), of steplab.ops.adamw"
         ),
         saves_s=weights_s,
@@ -115,10 +115,10 @@ def _with_bf16_throughout(finding: Finding, case: Case, weights_s: float) -> Fin
     share = format_percent(work_s / case.busy_s)
     return replace(
         finding,
-        title=f"Autocast's casts and fp32 work take {share} of the device's work",
+        title=f"Autocast's casts and fp32 work take {share} of the device's busy time",
         fields={"precision": "bf16_pure"} if case.spec else {},
         note=(
-            "numerics: bf16 has 8 bits of mantissa, so updates smaller than 1/256 of a weight are lost; train so only "
+            "numerics: bf16 has 7 bits of mantissa, so updates smaller than 1/256 of a weight are lost; train so only "
             "with stochastic rounding or a master copy in the optimizer. A larger batch spreads the casts instead"
         ),
         saves_s=saves_s,

@@ -33,7 +33,7 @@ def fp32_matmul(case: Case) -> Finding | None:
     own = 'torch.set_float32_matmul_precision("high")'
     return Finding(
         kind="fp32_matmul",
-        title=f"Matmuls in full fp32 take {format_percent(now_s / busy_s)} of the GPU's work",
+        title=f"Matmuls in full fp32 take {format_percent(now_s / busy_s)} of the device's busy time",
         saw=f"Products of fp32 tensors without TF32 take {format_time(now_s)} of {format_time(busy_s)} per step.",
         why=(
             "Tensor cores, the part of the GPU that makes matmuls fast, do not multiply full fp32. With TF32 they take "
@@ -42,7 +42,7 @@ def fp32_matmul(case: Case) -> Finding | None:
         ),
         change=case.change(fields, own),
         note=("" if not case.spec else f"in your own code: {own}; ")
-        + "bf16 autocast goes further: twice the peak again, and half the bytes, with 8 bits of mantissa",
+        + "bf16 autocast goes further: twice the peak again, and half the bytes, with 7 bits of mantissa",
         evidence=in_seconds({"fp32 matmul": now_s, "device busy": busy_s}),
         saves_s=saves_s,
         prediction=prediction,

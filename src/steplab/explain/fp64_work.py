@@ -19,7 +19,7 @@ def fp64_work(case: Case) -> Finding | None:
         return None
     return Finding(
         kind="fp64_work",
-        title=f"{format_percent(now_s / busy_s)} of the device's work is in fp64",
+        title=f"{format_percent(now_s / busy_s)} of the device's busy time is in fp64",
         saw=f"Operators on fp64 tensors take {format_time(now_s)} of {format_time(busy_s)} per step.",
         why=(
             "Doubles move twice the bytes of fp32, and most GPUs compute them at a half to a sixty-fourth of its rate. "

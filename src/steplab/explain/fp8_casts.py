@@ -31,7 +31,7 @@ def fp8_casts(case: Case) -> Finding | None:
     num_kernels = sum(each.calls for each in casts) / profile.num_steps
     return Finding(
         kind="fp8_casts",
-        title=f"Casts to fp8 take {format_percent(now_s / busy_s)} of the device's work",
+        title=f"Casts to fp8 take {format_percent(now_s / busy_s)} of the device's busy time",
         saw=f"{num_kernels:.0f} kernels per step search for largest magnitudes, scale and cast: {format_time(now_s)}.",
         why=(
             "A scale per tensor needs the tensor's largest magnitude before the cast, and Hopper's products need both "

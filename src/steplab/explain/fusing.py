@@ -104,7 +104,7 @@ def fusable_elementwise(case: Case) -> Finding | None:
         fewer = (Evidence(what="kernels per step that fusing saves", value=fusing.num_kernels * saved, unit=""),)
     return Finding(
         kind="fusable_elementwise",
-        title=f"{'Kernels' if case.is_gpu else 'Operators'} that could be fused take {share} of the device's work",
+        title=f"{'Kernels' if case.is_gpu else 'Operators'} that could be fused take {share} of the device's busy time",
         saw=(
             f"Outside of the optimizer, elementwise work, norms, softmax, sums and copies take "
             f"{format_time(fusing.fusable_s)} of {format_time(busy_s)} per step.{_most(case)}"
@@ -133,11 +133,9 @@ def _gain(case: Case, fusing: Fusing) -> tuple[float | None, str]:
     shares = fusing.shares
     leaves = f"{format_percent(shares.memory_bound)} of these kernels' time and {format_percent(shares.kernels)}"
     if case.profile.compiled is not None:
-        told = f"By a dry run of the step, eager and as Inductor fuses it, compiling leaves {leaves} of the kernels."
+        told = f"By a dry run (sizes only), eager and fused by Inductor, compiling leaves {leaves} of the kernels."
     else:
-        told = (
-            f"In recorded steps of an H200 compiling left at most {leaves} of the kernels; this record has no dry run."
-        )
+        told = f"No dry run was recorded. In steps on an H200, compiling left at most {leaves} of the kernels."
     if fusing.products_s > 0:
         told += f" The compiler pads products with the vocabulary, which saves {format_time(fusing.products_s)}."
     if case.step_s is None or not is_launch_bound(case):
@@ -145,8 +143,8 @@ def _gain(case: Case, fusing: Fusing) -> tuple[float | None, str]:
         return saves_s, told + host_limit(case, saves_s)
     device_s = case.busy_s + fusing.gaps_s - fusing.saves_s
     told += (
-        " Launches limit the step: it is assumed to last as long as they do, where compiling leaves "
-        f"{format_percent(shares.host)} of Python's time, or as the device's work if that is longer."
+        f" Launches limit the step. Assumed: compiling leaves {format_percent(shares.host)} of Python's time, and the "
+        "step lasts as long as Python or the GPU's kernels, whichever is longer."
     )
     return max(0.0, case.step_s - max(device_s, shares.host * case.step_s)), told
 

@@ -25,7 +25,8 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
     calls = [call for call in profile.host_calls if _counts(call)]
     # Reading a number back makes two calls, a copy and a synchronisation, but waits only once.
     copies = sum(call.calls for call in calls if _COPY.search(call.name))
-    count = max(copies, sum(call.calls for call in calls) - copies) / profile.num_steps
+    syncs = sum(call.calls for call in calls) - copies
+    count = max(copies, syncs) / profile.num_steps
     if count < 1:
         return None
     idle_s = _idle_after_s(case, {call.phase for call in calls})
@@ -39,7 +40,8 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
         kind="host_copies_and_syncs",
         title=f"The CPU waits for the GPU {'once' if count == 1 else f'{count:.3g} times'} per step",
         saw=(
-            f"{_most(profile, calls)}.{_places(profile)} The GPU is idle for {format_time(idle_s)} per step "
+            f"{_most(profile, calls)}.{' A copy and its sync count as one wait.' * bool(copies and syncs)}"
+            f"{_places(profile)} The GPU is idle for {format_time(idle_s)} per step "
             f"({format_percent(idle_s / case.length_s)}) in the phases of these calls and in those that "
             "follow them, because nothing has been launched."
         ),
@@ -52,9 +54,9 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
         note=note,
         evidence=(
             Evidence(what="waits of Python for the GPU", value=count, unit=""),
-            Evidence(what="read back by the step's operators (.item() and the like)", value=reads, unit=""),
+            Evidence(what="values that Python reads (.item() and the like)", value=reads, unit=""),
             Evidence(what="Python's time in them", value=host_s, unit="s"),
-            Evidence(what="idle while Python launches, in their phases and the next", value=idle_s, unit="s"),
+            Evidence(what="GPU idle in the phases of these calls and the next", value=idle_s, unit="s"),
         ),
         saves_s=saves_s,
         at_most=True,

@@ -54,8 +54,8 @@ def launch_bound(case: Case) -> Finding | None:
 
 
 _SYNCS_FIRST = (
-    "; but the step also waits for the GPU (see host_copies_and_syncs): a CUDA graph holds no such call and does not "
-    "shorten it, so remove that first"
+    "; a CUDA graph cannot contain a call in which the CPU waits for the GPU (a sync, .item() or a blocking copy): "
+    "remove those first"
 )
 
 
@@ -92,16 +92,16 @@ def _graph_fields(spec: StepSpec) -> dict[str, str]:
 def _saw(case: Case, waiting_s: float) -> str:
     profile = case.profile
     told = (
-        f"Under the profiler the next kernel was not yet launched{_where(profile)} for "
+        f"Under the profiler, the GPU waits{_where(profile)} for kernels not yet launched, "
         f"{format_time(case.profiled_wait_s(model_phases(profile)))} of a step of "
-        f"{format_time(profile.window_s / profile.num_steps)}, with {profile.num_launches / profile.num_steps:.0f} "
-        "launches."
+        f"{format_time(profile.window_s / profile.num_steps)}; a step has "
+        f"{profile.num_launches / profile.num_steps:.0f} launches."
     )
     if case.step_s is None:
         return told + " The step was not timed without a profiler, which slows Python: the real share is smaller."
     return told + (
-        f" Without it a step takes {format_time(case.step_s)}, and the device works for "
-        f"{format_time(case.busy_s)} of it; it waits{_where(profile)} for {format_time(waiting_s)}."
+        f" Without the profiler, a step takes {format_time(case.step_s)}: the GPU is busy for "
+        f"{format_time(case.busy_s)} and waits{_where(profile)} for {format_time(waiting_s)}."
     )
 
 
@@ -133,12 +133,12 @@ def _prediction(case: Case, waiting_s: float, fused_s: float, *, replays: bool, 
     if not replays:
         return "At most: no wait remains."
     told = (
-        f"The unprofiled forward and backward minus the time the device works in them, {format_time(waiting_s)}: a "
+        f"The unprofiled forward and backward minus the GPU's busy time in them, {format_time(waiting_s)}: a "
         "replayed graph does not wait for Python. "
     )
     if fused_s:
-        told += f"Compiling also fuses, which saves {format_time(fused_s)} of device time (see fusable_elementwise). "
-    optimizer = ", and the optimizer's wait, which it saves too" if whole_step else ""
+        told += f"Compiling also fuses, which saves {format_time(fused_s)} of GPU time. "
+    optimizer = ", and the optimizer's wait, which the graph saves too" if whole_step else ""
     return told + (
         f"Left out: gaps of about a microsecond between the kernels of a graph, copying inputs into it{optimizer}."
     )

@@ -48,7 +48,7 @@ def scores_materialised(case: Case) -> Finding | None:
     did += [f"compute {format_count(flops).rstrip()}FLOP in matmuls"] * bool(flops)
     return Finding(
         kind="scores_materialised",
-        title=f"Attention scores go through memory: {format_percent(now_s / busy_s)} of the device's work",
+        title=f"Attention that stores its scores takes {format_percent(now_s / busy_s)} of the device's busy time",
         saw=(f"Scores, softmax and value product ({seen.where}) {listed(did)}."),
         why=(
             "The scores have context x context entries per head, far more than queries, keys and values together, and "
@@ -77,7 +77,7 @@ def _by_range(profile: Profile) -> _Seen | None:
         return None
     ops = tuple(op for op in profile.ops if inside(op.range))
     known = any(kernel.phase == "backward" for kernel in kernels)
-    where = f"by their ranges, {'backward included' if known else 'of the forward pass alone'}"
+    where = f"by the profiler's ranges, {'with backward' if known else 'forward only'}"
     return _Seen(ops=ops, total_s=total_s, where=where)
 
 
@@ -124,12 +124,12 @@ def _gain(case: Case, seen: _Seen, now_s: float) -> tuple[float | None, str]:
             for is_backward, number in passes.items()
         )
     )
-    masked = "half of the square, the rest being masked" if case.is_causal else "the whole square"
+    masked = "half of the scores, because the rest are masked" if case.is_causal else "all scores"
     saves_s = max(0.0, now_s - fused_s)
     return saves_s, (
-        f"A fused kernel computes {masked}, and five products for four in the backward pass, in "
-        f"{format_time(fused_s)}: the rate of torch's own on {case.gpu.rates.name}, with "
-        f"{stated_peak(dtype, case.gpu)}." + host_limit(case, saves_s)
+        f"A fused kernel takes {format_time(fused_s)}, at the rate of torch's own on {case.gpu.rates.name}, with "
+        f"{stated_peak(dtype, case.gpu)}. It computes {masked}, and in backward five products instead of four."
+        + host_limit(case, saves_s)
     )
 
 

@@ -115,7 +115,7 @@ def vocabulary_padding(case: Case) -> Finding | None:
         )
         prediction = (
             f"Padded to {padded}, its products would do {format_percent(padded / size - 1)} more FLOPs, at the rate of "
-            "the others. They may also be slower because of their shape."
+            "the others. Their shape may slow them as well."
         )
         evidence += [
             Evidence(what="products with the vocabulary", value=now_s, unit="s"),
@@ -207,7 +207,7 @@ def loss_share(case: Case) -> Finding | None:
         change, note = command(built_in, fields), f"in your own code: {change}; {note}"
     return Finding(
         kind="loss_share",
-        title=f"The vocabulary takes {format_percent((matmul_s + loss_s) / busy_s)} of the device's work",
+        title=f"The vocabulary takes {format_percent((matmul_s + loss_s) / busy_s)} of the device's busy time",
         saw=(
             f"With {part.size} entries, the output head's products take {format_time(matmul_s)} per step, and casts, "
             f"softmax, loss and their gradients {format_time(loss_s)}, of {format_time(busy_s)}."

@@ -21,7 +21,11 @@ _SLOWDOWNS = ("hardware slowdown", "software thermal slowdown", "hardware therma
 WAITS, BUSY = "waits for host", "busy machine"
 """WAITS: the device waits for the host, which a quiet machine would not change."""
 
-MEANINGS = {"unsteady": "the step time did not settle", WAITS: "the GPU waits for Python"}
+MEANINGS = {
+    "outliers": "many steps took over twice the median",
+    "unsteady": "the step time did not settle",
+    WAITS: "the GPU waits for Python",
+}
 """Legend of those words in the column `warning` that do not explain themselves."""
 
 

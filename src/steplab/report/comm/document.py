@@ -15,6 +15,7 @@ from steplab.specs.comm import COLLECTIVES
 from steplab.stats import summarize
 
 _APART = 0.1
+_BETWEEN = ("", "95 % interval ")
 _SAID = {"peer_copy": "steplab's peer_copy"}
 
 
@@ -50,7 +51,7 @@ def _bandwidth(name: str, way: str, ranks: int, cells: Sequence[CommCell], run: 
     if (bandwidth := longest.bus_bandwidth) and longest.wire_bytes and longest.slowest:
         times = summarize(longest.slowest.best_s)
         low, high = (GB_PER_S.show(longest.wire_bytes / time_s) for time_s in (times.high, times.low))
-        between = f" ({low} to {high})" if low != high else ""
+        between = f" ({_BETWEEN[times.is_interval]}{low} to {high})" if low != high else ""
         told += f"reaches {GB_PER_S.show(bandwidth)} GB/s of bus bandwidth{between} at "
         told += f"{units.format_message(longest.message_bytes)}"
     else:
@@ -67,7 +68,8 @@ def _bandwidth(name: str, way: str, ranks: int, cells: Sequence[CommCell], run: 
 def _time(cell: CommCell) -> str:
     assert cell.slowest is not None
     times = summarize(cell.slowest.best_s)
-    return f"{units.format_time(times.median)} ({units.format_time(times.low)} to {units.format_time(times.high)})"
+    between = f"{_BETWEEN[times.is_interval]}{units.format_time(times.low)} to {units.format_time(times.high)}"
+    return f"{units.format_time(times.median)} ({between})"
 
 
 def _scaling(name: str, cells: Sequence[CommCell]) -> Iterator[str]:
@@ -157,7 +159,7 @@ def _sections(run: CommRun) -> Iterator[Section]:
     if any(cell.bus_bandwidth for cell in run.cells):
         yield Section.of("Bus bandwidth", later(bandwidth_over_size, run.cells), bandwidth_table(run.cells))
     yield Section.of("Time over message size", later(time_over_size, run.cells, run.profile))
-    yield Section.of("Every cell", _cells(run))
+    yield Section.of("All measurements", _cells(run))
     yield Section.of("Communication profile", _profile(run.profile))
     yield Section.notes(run.notes)
 
@@ -244,13 +246,11 @@ def _way_of_timing(cell: CommCell) -> str:
 
 
 def _profile(profile: Sequence[CommFit]) -> Table:
-    caption = (
-        "Time of a call = latency α + β · bytes on the wire (+ γ · ranks, where all world sizes are fitted together)."
-    )
+    caption = "Call time = latency α + β · bytes on the wire (+ γ · ranks, where all world sizes are fitted together)."
     if any(fit.rms_relative is not None for fit in profile):
         caption += (
-            " Residual is the root mean square of the relative differences, and worst the largest of them, positive "
-            "where the fit overestimates the time."
+            " Residual: the root mean square of the fit's relative errors. Worst: the largest of them, positive where "
+            "the fit overestimates the time."
         )
     return Table.of(
         "profile",

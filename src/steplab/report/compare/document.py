@@ -7,6 +7,7 @@ from steplab.report.compare.words import interval_words, kernel_words, memory_wo
 from steplab.report.kit.document import Bar, Bars, Column, Document, Pairs, Row, Section, Segment, Table, row_of
 from steplab.report.kit.labels import short_name
 from steplab.report.kit.quantities import LABEL, in_unit
+from steplab.report.run.columns import CONVENTIONS
 from steplab.report.turns.document import RATIO_IN_TURNS
 
 _GROUPS = {
@@ -15,7 +16,7 @@ _GROUPS = {
     "speed": "Rates",
     "memory": "Memory",
     "category": "Memory at the peak by category",
-    "kernels": "Kernels by category, in one profiled step",
+    "kernels": "Kernels by category, per profiled step",
     "communication": "Communication",
 }
 _WORSE, _BETTER, _OPEN = 2, 1, 7
@@ -44,9 +45,9 @@ def compare_document(comparison: Comparison) -> Document:
 
 def _group(comparison: Comparison, group: str, title: str, *, explained: bool) -> Section:
     found = [figure for figure in comparison.figures if figure.group == group]
-    caption = "Medians." if group == "time" else ""
-    if comparison.in_turns and group == "time":
-        caption += f" {RATIO_IN_TURNS}"
+    used = [(key.replace("_", " "), how) for key, how in CONVENTIONS.items()]
+    told = "; ".join(f"{name}, {how}" for name, how in used if any(f"({name})" in figure.name for figure in found))
+    caption = f"Medians.{f' {RATIO_IN_TURNS}' * comparison.in_turns}" if group == "time" else told and f"FLOPs: {told}."
     columns = _COLUMNS if explained else tuple(replace(column, note="") for column in _COLUMNS)
     return Section.of(title, Table.of(group, found, columns, caption))
 
@@ -82,18 +83,16 @@ _COLUMNS = (
         header="95 % interval",
         value=lambda figure: interval_words(figure.ratio),
         note="The interval is a bootstrap interval of the ratio of medians, B / A; bytes are exact, single times have "
-        "no interval. Phases, rates and reserved memory do not decide.",
+        "no interval. Phases, rates and reserved memory do not enter the verdict.",
     ),
     Column(key="p", quantity=LABEL, value=_p, note="p: Mann-Whitney test; the interval must agree."),
-    Column(key="decision", value=_decision),
+    Column(key="decision", value=_decision, note="Higher, lower: by more than the threshold; same: by less."),
 )
 
 
 def _picture(figures: Iterable[ComparedFigure]) -> Section:
     rated = [(figure.b / figure.a - 1, figure) for figure in figures if figure.a > 0 and figure.a != figure.b]
-    largest = sorted(rated, key=lambda pair: (not pair[1].decides, not _is_decided(pair[1]), -abs(pair[0])))[
-        :_MOST_BARS
-    ]
+    largest = sorted(rated, key=lambda p: (not p[1].decides, not _is_decided(p[1]), -abs(p[0])))[:_MOST_BARS]
     bars = tuple(_bar(change, figure) for change, figure in largest)
     legend = (
         (_WORSE, "■", "B is worse"),
@@ -131,13 +130,13 @@ def _sides(comparison: Comparison) -> Iterable[tuple[str, str]]:
 def _title(side: Side) -> str:
     if len(side.names) != 1 or side.names[0] == side.told:
         return side.told
-    return f"{short_name(side.names[0])}, {side.told}"
+    return f"'{short_name(side.names[0])}', {side.told}"
 
 
 def _side(side: Side) -> str:
     ids = ", ".join(side.ids[:5]) + (f" and {len(side.ids) - 5} more" if len(side.ids) > 5 else "")
     if len(side.names) == 1:
-        ids = f"{short_name(side.names[0])}: {ids}"
+        ids = f"'{short_name(side.names[0])}': {ids}"
     commits = f", measured at commit {', '.join(side.commits)}" if side.commits else ""
     return f"{units.counted(len(side.ids), 'record')} ({ids}){commits}"
 

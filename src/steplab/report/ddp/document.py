@@ -44,11 +44,11 @@ def facts(run: DdpRun) -> Iterator[str]:
         )
     if held := [rank.held_s for cell in run.cells for rank in cell.ranks if rank.held_s]:
         yield (
-            f"Before each step the devices were held idle for {units.format_time(min(held))} to "
-            f"{units.format_time(max(held))}, so that the host was ahead of them."
+            f"Before each step the GPUs were held idle for {units.format_time(min(held))} to "
+            f"{units.format_time(max(held))}, so that Python had launched ahead and no GPU waited for it."
         )
     elif run.facts and run.facts.backend == "nccl":
-        yield "Whether the host was ahead of the devices before each step is not recorded."
+        yield "The record does not say whether Python had launched ahead before each step."
     if uncounted := [cell.contender.label for cell in run.cells if any(rank.baseline_freed for rank in cell.ranks)]:
         yield (
             f"Other memory and the peak are not known for {'; '.join(uncounted)}: an earlier variant's memory was "
@@ -64,11 +64,10 @@ def model_words(run: DdpRun) -> Iterator[str]:
     found = best.contender if best else None
     measured = f", the best measured {found.bucket_size_mb:g} MB ({found.family})" if found else ""
     yield (
-        "Model: s bytes of gradients in n buckets, with bandwidth w and overhead o per call, take n o + s / w alone. "
-        "Exposed are all overheads and the last bucket, n o + s / (n w), least for buckets of sqrt(s w o). Here s = "
+        "Model: s bytes of gradients in n buckets, with bandwidth w and overhead o per call, take n·o + s/w alone. "
+        "Overheads and the last bucket are exposed: n·o + s/(n·w), least for buckets of sqrt(s·w·o). Here s = "
         f"{units.format_message(model.gradient_bytes)}, w = {units.format_rate(model.bytes_per_s, 'B/s')}, "
-        f"o = {units.format_time(model.call_s)}: the model's best bucket size is {model.best_bucket_mb:.3g} MB"
-        f"{measured}."
+        f"o = {units.format_time(model.call_s)}: the model's best bucket is {model.best_bucket_mb:.3g} MB{measured}."
     )
 
 
@@ -97,7 +96,7 @@ def exposed_bars(run: DdpRun) -> document.Bars | None:
     ]
     note = (
         "Exposed communication: the median step of the slowest rank minus the same step without communication, "
-        "measured in turns. In brackets are its bounds by the 95 % interval of their ratio."
+        "alternating. In brackets: bounds from the 95 % interval of the ratio of both."
     )
     return document.Bars(bars=tuple(bars), note=note)
 
@@ -211,12 +210,12 @@ def _added(cell: DdpCell) -> str:
     added_s, bounds = figures.exposed_s(cell) or 0.0, figures.exposed_range_s(cell)
     if added_s <= 0:
         return "nothing above the noise"
-    between = f" ({units.format_time(bounds[0])} to {units.format_time(bounds[1])})" if bounds else ""
+    between = f" (95 % interval {units.format_time(bounds[0])} to {units.format_time(bounds[1])})" if bounds else ""
     return f"{units.format_time(added_s)}{between}"
 
 
 def _against(winner: DdpCell, theirs: DdpCell, compared: Sequence[DdpCell]) -> str:
-    """Example: 'That is 0.30 of the 17.1 ms (16.2 ms to 18.0 ms) that …', or a remark that the intervals overlap."""
+    """Example: 'That is 30.0 % of the 17.1 ms (95 % interval …) that …', or a remark that the intervals overlap."""
     sizes = sum(cell.contender.kind == "torch_ddp" for cell in compared)
     at = f"at {'its best bucket size, ' if sizes > 1 else ''}{theirs.contender.bucket_size_mb:g} MB"
     added_s, theirs_s = figures.exposed_s(winner) or 0.0, figures.exposed_s(theirs) or 0.0
@@ -225,7 +224,7 @@ def _against(winner: DdpCell, theirs: DdpCell, compared: Sequence[DdpCell]) -> s
         return f"torch DDP adds {_added(theirs)} {at}."
     if own and other and own[1] >= other[0]:
         return f"That is within the uncertainty of the {_added(theirs)} that torch DDP adds {at}."
-    return f"That is {added_s / theirs_s:.2f} of the {_added(theirs)} that torch DDP adds {at}."
+    return f"That is {units.format_percent(added_s / theirs_s)} of the {_added(theirs)} that torch DDP adds {at}."
 
 
 def _hidden(cell: DdpCell) -> Iterator[str]:
@@ -312,17 +311,16 @@ def ddp_cell_line(cell: DdpCell) -> str:
 def _sections(run: DdpRun) -> Iterator[document.Section]:
     yield document.Section.of("Exposed communication", exposed_bars(run), document.Sentences.of(facts(run), "note"))
     rows = figures.ddp_rows(run)
-    copies = (
-        " peer_copy: steplab's copies between GPUs." if any(row["transport"] == "peer_copy" for row in rows) else ""
-    )
+    copies = " peer_copy: steplab's copies between GPUs." * any(row["transport"] == "peer_copy" for row in rows)
     yield document.Section.of(
         "Time and communication",
         _table("time", figures.time_figures(run), rows, f"Medians of the slowest rank.{copies}", document.RESULT),
     )
     yield document.Section.of("Bucket size", document.later(bucket_curve, run), document.Sentences.of(model_words(run)))
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
+    no_moment = " Overlapped updates have no moment before the update." * any(r["update"] == "overlapped" for r in held)
     yield document.Section.of(
-        "Memory per rank", memory_bars(run), _table("memory", figures.MEMORY, held, _MEMORY_CAPTION)
+        "Memory per rank", memory_bars(run), _table("memory", figures.MEMORY, held, _MEMORY_CAPTION + no_moment)
     )
     yield document.Section.of("One step of each strategy", document.later(timelines, run))
     yield document.Section.notes(notes_of(run))
@@ -342,8 +340,8 @@ def _tiles(run: DdpRun) -> Iterator[document.Fact]:
 
 _VARIANT = document.Column(key="variant")
 _MEMORY_CAPTION = (
-    "Memory of the rank that holds most, at the first step, whose update creates the optimizer state; the categories "
-    "are those after it."
+    "Memory of the rank that holds most, in the first step: its update creates the optimizer state. Parameters, "
+    "gradients, optimizer state and other: after the update."
 )
 
 

@@ -197,15 +197,15 @@ _ADDED: tuple[Figure[DdpCell], ...] = (
         key="baseline_s",
         header="without",
         rank=1,
-        note="Without is the same step without communication, in turns with the variant.",
+        note="Without: the same step without communication, alternating with the variant.",
         find=baseline_s,
     ),
-    Figure(key="exposed_s", header="exposed", note="Exposed is the difference.", find=exposed_s),
+    Figure(key="exposed_s", header="exposed", note="Exposed: step − without.", find=exposed_s),
     Figure(
         key="exposed_low_s",
         header="exposed min",
         rank=1,
-        note="Min and max are its bounds by the 95 % interval of their ratio.",
+        note="Exposed min and max: bounds from the 95 % interval of step / without.",
         find=_bound(0),
     ),
     Figure(key="exposed_high_s", header="exposed max", rank=1, find=_bound(1)),
@@ -215,7 +215,7 @@ _SENT: tuple[Figure[DdpCell], ...] = (
         key="alone_s",
         header="alone",
         rank=1,
-        note="Alone is the time of the same messages without computation.",
+        note="Alone: the same messages without computation.",
         find=alone_s,
     ),
     Figure(
@@ -223,7 +223,7 @@ _SENT: tuple[Figure[DdpCell], ...] = (
         header="hidden",
         unit="share",
         rank=2,
-        note="Hidden is 1 − exposed / alone, shown if max − min is below alone / 2; below zero, "
+        note="Hidden: 1 − exposed / alone, shown if exposed max − min is below alone / 2; below zero, "
         "communication slows concurrent computation by more than is hidden.",
         find=hidden,
     ),
@@ -231,7 +231,7 @@ _SENT: tuple[Figure[DdpCell], ...] = (
         key="traced_exposed_s",
         header="exposed in trace",
         rank=3,
-        note="Exposed in trace is the time of messages without concurrent computation, under a profiler.",
+        note="Exposed in trace: messages without concurrent computation, under a profiler.",
         find=_traced(lambda traced: traced.exposed_s),
     ),
     Figure(key="num_calls", header="calls", unit="label", rank=2, find=lambda cell: cell.num_calls),
@@ -239,14 +239,14 @@ _SENT: tuple[Figure[DdpCell], ...] = (
         key="sent_bytes",
         header="messages",
         rank=4,
-        note="Messages is the sum of their sizes.",
+        note="Messages: the sum of their sizes.",
         find=lambda cell: sum(messages.total_bytes for messages in cell.messages) or None,
     ),
     Figure(
         key="wire_bytes",
         header="on the wire",
         rank=4,
-        note="On the wire is the sum of each size times nccl-tests' factor.",
+        note="On the wire: the sum of each size times nccl-tests' factor.",
         find=lambda cell: cell.wire_bytes,
     ),
 )
@@ -254,7 +254,7 @@ _HOST_LEAD: Figure[DdpCell] = Figure(
     key="host_lead_s",
     header="host ahead",
     rank=3,
-    note="Host ahead is Python's least lead over the device at the end of a phase, including the hold before the step.",
+    note="Host ahead: Python's least lead over the GPU at the end of a phase, including the hold before the step.",
     find=host_lead_s,
 )
 
@@ -270,7 +270,7 @@ _OTHERS: tuple[Figure[DdpCell], ...] = (
         header="vs one process",
         unit="error",
         rank=2,
-        note="Vs one process is the largest distance between a parameter tensor and one process's, after two steps on "
+        note="Vs one process: the largest distance between a parameter tensor and one process's, after two steps on "
         "all ranks' batches, over its change in them.",
         find=lambda cell: cell.deviation,
     ),
@@ -311,7 +311,7 @@ def time_figures(run: DdpRun) -> tuple[Figure[DdpCell], ...]:
             header="× DDP",
             unit="times",
             rank=1,
-            note="× DDP is exposed over torch DDP's at the bucket size with the shortest step, if that is surely above "
+            note="× DDP: exposed over torch DDP's at the bucket size with the shortest step, if that is surely above "
             "zero.",
             find=of_best,
         ),

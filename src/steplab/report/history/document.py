@@ -24,7 +24,7 @@ def _answers(histories: Sequence[Series]) -> Iterator[str]:
     if not changed:
         longest = max(len(series.points) for series in histories)
         where = f"the longest of {len(histories)} histories has" if len(histories) > 1 else "the history has"
-        points = f"{units.counted(longest, 'point')} (a commit, or a run without one)"
+        points = f"{units.counted(longest, 'point')} (a point is a commit, or a run without a commit)"
         yield f"No change was found: {where} {points}, and about ten are needed."
     newest = sorted(changed, key=lambda pair: pair[0].points[pair[1].index].created_utc, reverse=True)
     for series, change in newest[:_NAMED]:

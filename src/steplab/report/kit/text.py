@@ -71,14 +71,21 @@ def flowed(text: str, width: int) -> list[str]:
     return [line.replace(_FIXED, " ") for line in lines]
 
 
-def _flowed(pieces: Iterable[str], width: int) -> list[str]:
+def _cut(word: str, width: int) -> list[str]:
+    """Parts of at most `width` columns, after a mark inside the word if one is in the last quarter of the part."""
     from rich.cells import chop_cells
 
+    at = rf".{{{3 * width // 4},{width - 1}}}[_.,(=<:/]|.{{1,{width}}}"
+    parts = re.findall(at, word) if columns(word) == len(word) else [word]
+    return [piece for part in parts for piece in chop_cells(part, width) if piece]
+
+
+def _flowed(pieces: Iterable[str], width: int) -> list[str]:
     lines = [""]
     for piece in pieces:
         if lines[-1] and columns(lines[-1]) + 1 + columns(piece) > width:
             lines.append("")
-        *full, last = filter(None, chop_cells(piece, width)) if columns(piece) > width else [piece]
+        *full, last = _cut(piece, width) if columns(piece) > width else [piece]
         if full:
             lines[-1:] = [*full, ""]
         lines[-1] = f"{lines[-1]} {last}".strip(" ")

@@ -111,7 +111,7 @@ def explanation(accumulation: Accumulation) -> str:
 
 def _sentences(a: Accumulation) -> Iterator[str]:
     if a.cast:
-        yield "This is the line above with the cast written out, because the addition casts implicitly."
+        yield "Same as the line above: += casts its addend implicitly, and here the cast is explicit."
         return
     exact = float(Fraction(a.addend_value) * a.num_additions)
     addend, total = short(a.addend), short(a.accumulator)

@@ -145,20 +145,19 @@ def loss_table(audit: Audit) -> Table:
     ]
     return Table(
         name="losses",
-        columns=(Column(key="module"), Column(key="of", header="of its"), *_COUNTS),
+        columns=(Column(key="module"), Column(key="of", header="tensors"), *_COUNTS),
         rows=tuple(rows),
         first=first if len(rows) > first else None,
-        caption="Overflowed elements are not finite here and finite in the fp32 run. Underflowed ones are zero here "
-        "and not in the fp32 run; below range: with an fp32 value that rounds to zero in the low type. "
-        "Subnormal ones are below the smallest normal number of the tensor's type. All counts the outputs of innermost "
-        "modules, and each parameter once.",
+        caption="Overflowed: not finite here, finite in the fp32 run. Underflowed: zero here, not in the fp32 run; "
+        "below range: those whose fp32 value rounds to zero in the low type. Subnormal: below the smallest normal "
+        "number of the tensor's type. All: the outputs of innermost modules, and each parameter once.",
     )
 
 
 def scaling_table(scaling: LossScaling) -> Table:
     return Table(
         name="loss_scaling",
-        columns=(Column(key="loss_scale", header="loss times", quantity=NUMBER), *_COUNTS),
+        columns=(Column(key="loss_scale", header="loss scale", quantity=NUMBER), *_COUNTS),
         rows=tuple(
             {"loss_scale": int(scale) if scale >= 1 else scale, **_counts(elements)}
             for scale, elements in _by_scale(scaling)

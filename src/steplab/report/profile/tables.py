@@ -104,7 +104,7 @@ def phase_table(run: Run, profile: Profile) -> Table:
                 key="window_s",
                 header="window",
                 rank=1,
-                note="Window: from the end of the phase before to the end of the phase's last "
+                note="Window: from the previous phase's end to the end of the phase's last "
                 f"{words.kernels_word(profile).removesuffix('s')}.",
             ),
             Column(key="num_kernels", header=words.kernels_word(profile), quantity=_CALLS, rank=3),
@@ -213,7 +213,7 @@ def host_call_table(profile: Profile) -> Table:
         calls,
         (
             Column(key="name", header="call", wraps_from=20),
-            Column(key="phase", rank=1),
+            Column(key="phase", rank=1, note="Outside: in no phase." * any(c.phase == "outside" for c in calls)),
             Column(key="range", rank=2),
             Column(key="calls", quantity=_CALLS, value=lambda call: call.calls / steps),
             Column(key="host_s", header="host time", value=lambda call: call.total_s / steps),

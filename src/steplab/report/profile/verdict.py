@@ -14,9 +14,7 @@ from steplab.report.run.verdict import run_cautions
 from steplab.specs.step_fields import option_name
 
 _MOST_TOLD = 3
-_NOTE = (
-    "Predicted saving per step of each change alone; the savings do not add up. `steplab explain {}` has the evidence."
-)
+_NOTE = "Savings per step, predicted one by one; they overlap and do not add up. `steplab explain {}` has the evidence."
 _LEAST = 0.01
 
 
@@ -110,14 +108,14 @@ _SAME_STEP = 0.20
 
 Medians usually repeat within a few per cent.
 """
-_CAPTION = "Each saving is predicted alone, and limited to what those above leave{}."
-_TO_TRY = "`--try` measures the changes that are options of the step."
+_CAPTION = "Savings are predicted one by one; each is capped by the time that those above leave{}."
+_TO_TRY = "`--try` measures the changes that are options of `steplab run`."
 _SIGNED = Quantity(units.format_change)
 
 
 def findings_document(run: Run, findings: Findings) -> Document:
     found = findings.findings
-    caption = _CAPTION.format(", a larger batch's not counted" if any(f.tokens_ratio != 1 for f in found) else "")
+    caption = _CAPTION.format(", not counting a larger batch" if any(f.tokens_ratio != 1 for f in found) else "")
     caption += f" {_TO_TRY}" if any(finding.fields for finding in found) else ""
     return Document(
         title=run_title(run),

@@ -9,7 +9,7 @@ from steplab.report.profile.attention import part_of, work_of
 from steplab.report.profile.figures import TOLERANCE, Span, TopKernel, passes, shown_categories, top_kernels, whole
 from steplab.report.profile.roofline import find_roofs
 
-_PROFILED = "The profiler slows the host, so only shares, kernels and gaps count here."
+_PROFILED = "The profiler slows Python: rely on kernel times and shares here, not on step times or waits."
 _MOST_CATEGORIES = 3
 
 
@@ -78,9 +78,7 @@ def time_sentence(run: Run, profile: Profile) -> str:
     def part(seconds: float) -> str:
         return f"{units.format_time(seconds)} ({_share(seconds, step.window_s)})"
 
-    waits = (
-        f", waits for the host {part(step.host_bound_s)} and is otherwise idle" if has_host(profile) else " and idle"
-    )
+    waits = f", waits for the CPU {part(step.host_bound_s)} and is otherwise idle" if has_host(profile) else " and idle"
     return (
         f"Under the profiler a step takes {units.format_time(step.window_s)}: the {device_word(profile)} is busy "
         f"{part(step.busy_s)}{waits} {part(step.idle_s)}."
@@ -152,7 +150,7 @@ def softmax_sentence(run: Run, profile: Profile) -> str | None:
     product = work_of([op for op in ops if part_of(op) == "scores" and op.category == "matmul"], run, profile, roofs)
     if not (soft.flops and product.flops and soft.intensity and product.intensity):
         return None
-    times = f"{soft.time_s / product.time_s:.2f} times the {units.format_time(product.time_s)} of scores' matmul"
+    times = f"{soft.time_s / product.time_s:.2f} times the {units.format_time(product.time_s)} of the scores' matmul"
     return (
         f"Softmax takes {units.format_time(soft.time_s)} of {phase}, {times}, with 1/{product.flops / soft.flops:.0f} "
         f"of its FLOPs: it does {units.three_digits(soft.intensity)} FLOP for each byte it moves, the matmul "

@@ -81,7 +81,7 @@ def _called(equal: Sequence[RunCell]) -> list[RunCell]:
         elif cell.run.spec is None:
             called.append(replace(cell, called=f"run {cell.id}"))
         else:
-            called.append(replace(cell, called=name if names.count(name) == 1 else f"{name} ({cell.id})"))
+            called.append(replace(cell, called=f"'{name}'" + f" ({cell.id})" * (names.count(name) > 1)))
     return called
 
 
@@ -144,7 +144,7 @@ def _said_of(cells: Sequence[RunCell], field: str, value: Scalar) -> str:
         return said(field, value)
     if len(called := {cell.called for cell in cells}) == 1:
         return called.pop()
-    names = sorted({short_name(cell.run.name) for cell in cells} - {""})
+    names = sorted({f"'{short_name(cell.run.name)}'" for cell in cells if cell.run.name})
     of = f"({', '.join(names)})" if len(names) <= _MOST_NAMES else "of each step"
     return f"{said(field, value)} {of}" if names else said(field, value)
 

@@ -98,7 +98,7 @@ def _phases_of_one(run: Run, timing: Timing) -> Iterator[Block]:
             Column(
                 key="lead_s",
                 header="host ahead",
-                note="host ahead: GPU work left once Python launched the phase.",
+                note="host ahead: GPU time still queued once Python has launched the phase.",
                 value=lambda name: lead_s(timing.back_to_back, name),
             ),
             Column(

@@ -106,7 +106,7 @@ def _explained(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
     meanings = [f"{word.capitalize()}: {meaning}." for word, meaning in MEANINGS.items() if word in warned]
     conventions = {str(row["mfu_convention"]) for row in rows if row.get("mfu_convention") is not None}
     added: dict[str, dict[str, Any]] = {
-        "hfu": {"header": "HFU (as executed)"},
+        "hfu": {"header": "HFU (as executed)", "note": f"As executed: FLOPs {CONVENTIONS['as_executed']}."},
         "warnings": {"note": " ".join(meanings), "shared": _warning},
     }
     if len(conventions) == 1:
