@@ -111,13 +111,7 @@ def run_apart(*arguments: str, limit_s: float, most_bytes: int) -> End:
     faults = list(judged(process.returncode, *texts))
     if peak_bytes > most_bytes:
         faults.append(f"took {peak_bytes >> 20} MiB of memory, more than {most_bytes >> 20}")
-    return End(
-        code=process.returncode,
-        stdout=texts[0],
-        stderr=texts[1],
-        seconds=seconds,
-        faults=tuple(faults),
-    )
+    return End(code=process.returncode, stdout=texts[0], stderr=texts[1], seconds=seconds, faults=tuple(faults))
 
 
 def judged(code: int, stdout: str, stderr: str) -> Iterator[str]:

@@ -90,17 +90,7 @@ def test_a_choice_is_accepted(name: str) -> None:
     assert resolve_step({"checkpointing": name}).checkpointing == name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "every_0",
-        "every_N",
-        "every_02",
-        "selective_3",
-        "every_²",
-        "first_",
-    ],
-)
+@pytest.mark.parametrize("name", ["every_0", "every_N", "every_02", "selective_3", "every_²", "first_"])
 def test_an_unknown_choice_is_answered_with_those_there_are(name: str) -> None:
     with pytest.raises(UserError, match="is not known") as refused:
         resolve_step({"checkpointing": name})

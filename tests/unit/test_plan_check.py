@@ -8,16 +8,8 @@ from typing import Any
 
 import pytest
 from benchmarks import fit_rates
-from benchmarks.fit_rates import (
-    as_toml,
-    borrowers,
-    committed_records,
-    records_to_fit,
-    source_of,
-)
-from benchmarks.rates_of_kernels import (
-    product_times,
-)
+from benchmarks.fit_rates import as_toml, borrowers, committed_records, records_to_fit, source_of
+from benchmarks.rates_of_kernels import product_times
 from tests.documents import chapter_says
 from tests.first import first
 from tests.stored_records import stored
