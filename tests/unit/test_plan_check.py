@@ -70,7 +70,7 @@ def test_the_chapter_tells_how_far_off_steps_on_a_gpu_without_a_fit_are() -> Non
     ahead = [check for check in checks if not check.device_waited]
     rows = {
         "predicted beforehand, Python always ahead": [check for check in ahead if check.id in beforehand],
-        "of the walk, Python always ahead": [check for check in ahead if check.id not in beforehand],
+        "of a search by `advise`, Python always ahead": [check for check in ahead if check.id not in beforehand],
         "all others, where the GPU may have waited": [check for check in checks if check.device_waited],
     }
     for name, of_row in rows.items():
