@@ -55,7 +55,7 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "near miss of an option": (("run", "--contxt", "8"), ("--contxt", "--context")),
     "another command's option": (
         ("advise", "--recipe", "fast"),
-        ("Unknown option: --recipe. --recipe is an option of memory, plan memory, plan time, profile and run.",),
+        ("Unknown option: --recipe. --recipe is an option of ab, memory, plan memory, plan time, profile and run.",),
     ),
     "a near miss that another has": (("run", "--gpu=2"), ("mean --gpus?", "--gpu is an option of", "plan memory")),
     "option without its value": (("run", "--context"), ("--context",)),

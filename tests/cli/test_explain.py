@@ -122,5 +122,5 @@ def test_trying_measures_the_step_again_and_with_each_change(tried: Path) -> Non
     rows = {str(row["id"]): row for row in program.rows()}
     before, after = (rows[run_id] for run_id in optimizer.run_ids)
     assert (before["optimizer"], after["optimizer"]) == ("adamw_loop", "adamw_fused")
-    assert before["steps"] == 30
+    assert after["steps"] == 30
     assert len(rows) == 2 + len({tuple(f.fields.items()) for f in found.findings if f.fields})

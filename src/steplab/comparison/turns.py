@@ -145,7 +145,7 @@ _OWN_SPREAD = 1.6
 _KNOWN = {
     "unsteady": _UNSTEADY,
     "slowed clock": _OTHER_HOST,
-    "waits for host": _OTHER_HOST,
+    "may wait for host": _OTHER_HOST,
     "shared GPU": _OTHER_HOST,
     "outliers": _OTHER_HOST,
 }

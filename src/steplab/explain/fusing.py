@@ -133,7 +133,7 @@ def _gain(case: Case, fusing: Fusing) -> tuple[float | None, str]:
     shares = fusing.shares
     leaves = f"{format_percent(shares.memory_bound)} of these kernels' time and {format_percent(shares.kernels)}"
     if case.profile.compiled is not None:
-        told = f"By a dry run (sizes only), eager and fused by Inductor, compiling leaves {leaves} of the kernels."
+        told = f"A dry run (sizes only) compares eager with Inductor: compiling leaves {leaves} of the kernels."
     else:
         told = f"No dry run was recorded. In steps on an H200, compiling left at most {leaves} of the kernels."
     if fusing.products_s > 0:

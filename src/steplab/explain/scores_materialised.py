@@ -124,10 +124,10 @@ def _gain(case: Case, seen: _Seen, now_s: float) -> tuple[float | None, str]:
             for is_backward, number in passes.items()
         )
     )
-    masked = "half of the scores, because the rest are masked" if case.is_causal else "all scores"
+    masked = "half of the scores, because the rest are masked" if case.is_causal else "all scores, as without a mask"
     saves_s = max(0.0, now_s - fused_s)
     return saves_s, (
-        f"A fused kernel takes {format_time(fused_s)}, at the rate of torch's own on {case.gpu.rates.name}, with "
+        f"A fused kernel takes {format_time(fused_s)}, at the rate fitted for torch's on {case.gpu.rates.name}, with "
         f"{stated_peak(dtype, case.gpu)}. It computes {masked}, and in backward five products instead of four."
         + host_limit(case, saves_s)
     )

@@ -254,8 +254,8 @@ class _Facts:
         return Question(
             title=title,
             answer=f"Weights, gradients and optimizer state take S = {format_message(state.value)}, activations "
-            f"A = {format_message(activations.value)} for {int(self.tokens.value):,} tokens. With S and half of A "
-            f"sharded a device holds {expression}: less than the {format_message(capacity.value)} of "
+            f"A = {format_message(activations.value)} for a batch of {int(self.tokens.value):,} tokens. Sharding S "
+            f"and (assumed) half of A, a device holds {expression}: less than the {format_message(capacity.value)} of "
             f"{self.device.name} from N = {least:,} on.",
             figures=_figures(bound, memory),
             source=_ZERO,

@@ -18,13 +18,13 @@ _SUSPENDED_S = 0.1
 _SLOWDOWNS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
 """NVML's reasons for a lower clock that point to poor cooling or power supply; the power limit is no such reason."""
 
-WAITS, BUSY = "waits for host", "busy machine"
-"""WAITS: the device waits for the host, which a quiet machine would not change."""
+WAITS, BUSY = "may wait for host", "busy machine"
+"""WAITS: the device may wait for the host, which a quiet machine would not change."""
 
 MEANINGS = {
     "outliers": "many steps took over twice the median",
     "unsteady": "the step time did not settle",
-    WAITS: "the GPU waits for Python",
+    WAITS: "the GPU may wait for Python",
 }
 """Legend of those words in the column `warning` that do not explain themselves."""
 
@@ -56,7 +56,9 @@ def _found(run: Run) -> Iterator[Disturbance]:
         yield Disturbance(word="unsteady", text=f"The step time did not settle in {len(curve(timing))} steps.")
     if waits_for_host(timing.back_to_back):
         share = format_limit(HARDLY_AHEAD)
-        text = f"The GPU waits for Python, which is less than {share} of a step ahead: CPU speed affects this time."
+        text = (
+            f"The GPU may wait for Python, which is less than {share} of a step ahead: CPU speed may affect this time."
+        )
         yield Disturbance(word=WAITS, text=text)
     if environment is None:
         return

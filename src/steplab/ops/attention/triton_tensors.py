@@ -44,9 +44,9 @@ def columns(head_dim: int) -> Columns:
 
 
 def readable(x_BHSD: Tensor, products: str = "ieee") -> Tensor:
-    """The tensor itself if the copy engine can read it; else a copy with rows padded with zeros to 16 bytes.
+    """The tensor itself if the copy engine (TMA) can read it; else a copy with rows padded with zeros to 16 bytes.
 
-    If `products` is tf32, it is rounded to TF32.
+    If `products` is tf32, the result is rounded to TF32.
     """
     if products == "tf32":
         x_BHSD = rounded_to_tf32(x_BHSD)

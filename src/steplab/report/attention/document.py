@@ -226,7 +226,7 @@ def attention_cell_line(cell: AttentionCell) -> str:
 
 def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
     if means := figures.mean_speeds(run.cells, peer):
-        yield Section.of("Speed over all shapes", means)
+        yield Section.of("Mean speed", means)
     telling = figures.telling_pass(run.cells)
     if telling and (speeds := figures.speed_table(run.cells, peer, telling)):
         yield Section.of(f"Speed, {PASS_WORDS[telling]}", speeds)
@@ -243,11 +243,11 @@ def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
 def account_document(account: AttentionAccount) -> Document:
     total, memory = account.total_bytes, account.memory_bytes
     saved = sum(term.num_bytes for term in account.terms if term.kept)
-    held = f"{units.format_bytes(total)} in {len(account.terms)} tensors; {account.memory_source} has "
-    held += f"{units.format_bytes(memory)}"
-    answer = f"{account.spec.label} needs {held}: {units.format_bytes(total - memory)} too little."
+    held = f"{units.format_bytes(total)} in {len(account.terms)} tensors"
+    room = f"{units.format_bytes(memory)} of {account.memory_source}"
+    answer = f"{account.spec.label} needs {held}, {units.format_bytes(total - memory)} more than the {room}."
     if total <= memory:
-        answer = f"{account.spec.label} needs {held}, with a part for CUDA, libraries and the allocator's gaps."
+        answer = f"{account.spec.label} needs {held}. CUDA, libraries and gaps take a part of the {room}."
     told = [f"The peak is {account.moment}. {_SYMBOLS}.", f"{units.format_bytes(saved)} of it is saved for backward."]
     if account.previous and account.previous_bytes is not None:
         told.append(f"{account.previous.label} needs {units.format_bytes(account.previous_bytes)}, and fits.")

@@ -165,7 +165,7 @@ def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> 
         row[f"{cell.spec.column} ratio"] = None if is_peer else speed(cell, peers, name)
     caption = f"Median time of {PASS_WORDS[name]}."
     if len(cells) < len(columns) * len(rows):
-        caption += " –: not in this benchmark."
+        caption += " –: not in this benchmark, or no speed to compare."
     if any(scatters(cell, name) for cell in cells):
         caption += f" ~ marks a median whose interquartile range exceeds {SCATTERED:.0%} of it."
     note = f"Speed: relative to {peer}."

@@ -82,8 +82,8 @@ _COLUMNS = (
         key="interval",
         header="95 % interval",
         value=lambda figure: interval_words(figure.ratio),
-        note="The interval is a bootstrap interval of the ratio of medians, B / A; bytes are exact, single times have "
-        "no interval. Phases, rates and reserved memory do not enter the verdict.",
+        note="The interval is of the ratio of medians, B / A: bootstrapped, and at least as wide as starts of a step "
+        "differ on such machines; bytes have none. Phases, rates and reserved memory do not enter the verdict.",
     ),
     Column(key="p", quantity=LABEL, value=_p, note="p: Mann-Whitney test; the interval must agree."),
     Column(key="decision", value=_decision, note="Higher, lower: by more than the threshold; same: by less."),

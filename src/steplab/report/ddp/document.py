@@ -258,8 +258,8 @@ def _cautions(run: DdpRun) -> Iterator[str]:
         )
     if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
         yield (
-            f"Warning: the GPU waits for Python, which is less than 1 % of a step ahead: {'; '.join(late)}. Exposed "
-            "communication there includes these waits."
+            f"Warning: the GPU may wait for Python, which is less than 1 % of a step ahead: {'; '.join(late)}. Exposed "
+            "communication there may include these waits."
         )
     if vague := [cell.contender.label for cell in figures.timed(run) if figures.is_vague(cell)]:
         yield f"Warning: doubtful, with intervals wider than half the messages' time alone: {'; '.join(vague)}."

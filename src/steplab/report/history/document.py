@@ -46,7 +46,7 @@ def _section(series: Series) -> Section:
     table = Table(
         name=series.label,
         columns=(
-            Column(key="created_utc", header="UTC", quantity=TEXT),
+            Column(key="created_utc", header="newest run, UTC", quantity=TEXT),
             Column(key="commit", quantity=TEXT),
             Column(key="runs", quantity=LABEL),
             Column(key="value", header=_name(series.metric), quantity=quantity),

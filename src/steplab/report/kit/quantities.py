@@ -31,7 +31,7 @@ MESSAGE = Quantity(units.format_message)
 SHARE = Quantity(units.format_share)
 PERCENT = Quantity(units.format_percent)
 """A share of one, in per cent with one decimal."""
-TIMES = Quantity(lambda value: f"{value:.2f}×")
+TIMES = Quantity(lambda value: f"{value:.2f}×" if value < 100 else f"{value:,.0f}×")
 FLOPS = Quantity(lambda value: units.format_rate(value, "FLOP"))
 FLOPS_PER_S = Quantity(lambda value: units.format_rate(value, "FLOP/s"))
 BYTES_PER_S = Quantity(lambda value: units.format_rate(value, "B/s"))

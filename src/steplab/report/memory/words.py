@@ -38,14 +38,14 @@ def _moment(profile: MemoryProfile) -> str:
     """Example: ', reached in backward, in blocks.3.attention, when aten::bmm allocated at a.py:3 in f'."""
     places = [f"in {place}" for place in (profile.peak_phase, profile.peak_module) if place]
     where = ", ".join(places or [when(profile)])
-    line = f" at {profile.peak_source}" if profile.peak_source else ""
+    source = f"{profile.peak_source}()"  # a line in a function
+    line = f" at {source}" if profile.peak_source else ""
     if profile.peak_op:
         return f", reached {where}, when {profile.peak_op} allocated{line}"
-    if not line:
-        return f", reached {where}"
-    if profile.peak_phase == "backward" and profile.peak_module is None:  # a compiled graph knows its source line
-        return f", reached {where}, by the backward of {profile.peak_source}"
-    return f", reached {where}, by an allocation{line}"
+    # A compiled graph knows the source line of a backward pass.
+    if line and profile.peak_phase == "backward" and profile.peak_module is None:
+        return f", reached {where}, by the backward of {source}"
+    return f", reached {where}" + (f", by an allocation{line}" if line else "")
 
 
 def when(profile: MemoryProfile) -> str:

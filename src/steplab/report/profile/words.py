@@ -60,7 +60,7 @@ def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
         return f"{gaps}, {_signed(with_gaps)}{alone}"
     without = f"about {show(timed_s - span.busy_s)} of {show(timed_s)} without"  # as `steplab explain` has it
     if waits_for_host:
-        return f"waits for host, about {show(timed_s - span.busy_s)} of {show(timed_s)} unprofiled"
+        return f"waits for host, at most {show(timed_s - span.busy_s)} of {show(timed_s)} unprofiled"
     if span.busy_s < (1 - TOLERANCE) * span.window_s:
         # The gaps under the profiler do not explain the difference from the timed steps.
         bare = f"{show(span.window_s - span.busy_s)} of {show(span.window_s)} under the profiler"
@@ -173,7 +173,8 @@ def communication_sentence(run: Run, profile: Profile) -> str | None:
 def uncategorised_sentence(run: Run, profile: Profile) -> str:
     step = whole(run, profile)
     unknown_s = step.categories["uncategorised"]
-    return f"Uncategorised: {_share(unknown_s, step.busy_s)} of the busy time ({units.format_time(unknown_s)})."
+    told = f"{_share(unknown_s, step.busy_s)} of the busy time ({units.format_time(unknown_s)})"
+    return f"{kernels_word(profile).capitalize()} of unknown name (uncategorised): {told}."
 
 
 def overlap_note(run: Run, profile: Profile) -> str | None:

@@ -350,13 +350,12 @@ def _fits(row: Row, where: Where) -> bool:
 def _lacking(rows: Sequence[Row], complete: Where) -> str:
     values = [wanted if isinstance(wanted, list) else [wanted] for wanted in complete.values()]
     held = {tuple(row.get(key) for key in complete) for row in rows if row.get("status", "ok") == "ok"}
-    lacking = [
-        ", ".join(_said(key, value) for key, value in zip(complete, each, strict=True))
-        for each in product(*values)
-        if each not in held
-    ]
-    more = f" and {len(lacking) - 2} more" if len(lacking) > 2 else ""
-    return "; ".join(lacking[:2]) + more
+    lacking: dict[str, list[str]] = {}
+    for each in product(*values):
+        if each not in held:
+            *where, last = (_said(key, value) for key, value in zip(complete, each, strict=True))
+            lacking.setdefault(", ".join(where), []).append(last)
+    return "; ".join(f"{where}: {', '.join(lasts)}".removeprefix(": ") for where, lasts in lacking.items())
 
 
 def _words(field: str) -> str:

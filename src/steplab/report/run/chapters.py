@@ -141,7 +141,7 @@ def warmup(cells: Sequence[RunCell]) -> Iterator[Block]:
             ]
         )
     yield later(warmup_curves, cells)
-    yield Section.of("Fewer warm-up steps", warmup_table(cells))
+    yield Section.of("Mean by warm-up", warmup_table(cells))
     yield Section.of("The first steps", first_steps_table(worth_a_curve(cells)))
 
 
@@ -170,7 +170,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         name="warmup",
         columns=tuple(columns),
         rows=tuple(rows),
-        caption="After N: mean of the steps after the first N, as many as the run measured; without compile time.",
+        caption="After N: mean of the steps that follow the first N, as many as were measured; without compile time.",
     )
 
 
@@ -255,7 +255,7 @@ def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> li
         return [Sentences.of(found, "finding")]
     blocks: list[Block] = []
     for text, names in found.items():
-        about = Sentences.of(["all runs" if len(names) == len(cells) else "; ".join(names)], "note")
+        about = Sentences.of(["in all runs" if len(names) == len(cells) else f"in {'; '.join(names)}"], "note")
         folded = _MANY < len(names) < len(cells)
         blocks.append(Sentences.of([text], "finding"))
         blocks.append(Section.of(units.counted(len(names), "run"), about, folded=True) if folded else about)

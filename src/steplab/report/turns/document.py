@@ -97,7 +97,7 @@ def _answer(a: str, b: str, ratio: Ratio, num_starts: int) -> str:
 def _cautions(runs: Sequence[Run]) -> Iterator[str]:
     yield from numerics_of_fp8([run.spec.precision for run in runs if run.spec])
     if late := [_label(run) for run in runs if run.timing and waits_for_host(run.timing.back_to_back)]:
-        yield f"Warning: in {units.listed(late)} the GPU waits for Python, so the CPU's speed affects this comparison."
+        yield f"Warning: in {units.listed(late)} the GPU may wait for Python, so CPU speed may affect this comparison."
     if apart := next((run.turns.alternating for run in runs if run.turns and run.turns.alternating), None):
         yield alternating_caution(apart)
 
