@@ -123,7 +123,7 @@ def test_the_peak_of_every_recorded_variant_is_within_one_and_a_half_percent() -
     assert sorted(map(abs, errors))[len(errors) // 2] < 0.01
     chapter_says(
         "plan_layout",
-        f"where it is known | {cases_of(errors)}, but for torch DDP |",
+        f"where it was measured | {cases_of(errors)} without torch DDP |",
         f"by peer copies | {cases_of(of_sharded)} too high |",
     )
 

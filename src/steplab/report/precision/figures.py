@@ -79,7 +79,7 @@ def added(parts: Iterable[Elements | None]) -> Elements | None:
 
 
 def num_lost(elements: Elements) -> int:
-    """Number of overflowed, underflowed or subnormal elements; without an fp32 run, of infinite, NaN or subnormal ones."""
+    """Number of overflowed, underflowed or subnormal elements; without an fp32 run, of infinite, NaN or subnormal."""
     overflowed = not_finite(elements) if elements.num_overflowed is None else elements.num_overflowed
     return overflowed + (elements.num_underflowed or 0) + elements.num_subnormal
 

@@ -352,7 +352,7 @@ def _lacking(rows: Sequence[Row], complete: Where) -> str:
     held = {tuple(row.get(key) for key in complete) for row in rows if row.get("status", "ok") == "ok"}
     lacking: dict[str, list[str]] = {}
     for each in product(*values):
-        if each not in held:
+        if each and each not in held:
             *where, last = (_said(key, value) for key, value in zip(complete, each, strict=True))
             lacking.setdefault(", ".join(where), []).append(last)
     return "; ".join(f"{where}: {', '.join(lasts)}".removeprefix(": ") for where, lasts in lacking.items())
