@@ -121,7 +121,7 @@ def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[T
 
 
 class Gauge:
-    """Count bytes allocated since its creation."""
+    """Allocated bytes beyond those at its creation, now and at the peak."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -195,7 +195,9 @@ def _fitting(shown: Sheet, width: int) -> list[int]:
 
 
 def _least(shown: Sheet, index: int) -> int:
-    """Minimum width that cuts no number and no unwrapped text; texts in numeric columns may break between words."""
+    """Minimum width that cuts no number, and no text unless the column wraps; texts in numeric columns may break
+    between words.
+    """
     column = shown.columns[index]
     measured = longest_piece if column.quantity.numeric else columns
     widest = max((measured(row[index]) for row in shown.rows), default=0)
