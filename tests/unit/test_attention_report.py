@@ -239,7 +239,7 @@ def test_an_interrupted_benchmark_says_so_beside_the_answer(h100: dict[str, Atte
     warning = "the benchmark was interrupted: 68 of 74 cells had ended, and the record has only these."
     assert attention_verdict(run, "sdpa_flash").cautions[0] == f"Warning: {warning}"
     text = " ".join(render_attention(run, width=100).split())
-    assert text.index(warning) < text.index("Speed over all shapes")
+    assert text.index(warning) < text.index("Mean speed")
     row = summary_row(run)
     assert (row["num_cells"], len(run.cells), row["warnings"]) == (74, 68, "interrupted")
     assert re.search(rf"{run.id} .* interrupted\b", render(list_document([row, summary_row(h100["d78775b6e11a"])])))

@@ -136,7 +136,7 @@ def test_what_a_compiling_step_did_before_the_first_is_said_where_there_is_one()
 
     assert "the step that compiles" not in below(WARMED)
     assert (
-        "optimizer's state. A compiled run did most of this in the step that compiles, before its first step here."
+        "optimizer's state. A compiled run did some of this in the step that compiles, before its first step here."
         in below(dataclasses.replace(WARMED, first_step_s=20.0))
     )
 

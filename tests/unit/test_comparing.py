@@ -182,7 +182,7 @@ def test_how_a_step_was_measured_and_which_of_equal_devices_was_used_may_differ(
 def test_a_shorter_step_of_fewer_tokens_is_no_better_without_its_rate() -> None:
     before, after = make_run({"context": "512", "steps": "30"}), make_run({"context": "128", "steps": "30"})
     answer, differing, rate = verdict(compared(before, after, allow=["context"])).sentences
-    assert answer.startswith("B is better, with 0.25× the tokens a step: step time ")
+    assert answer.startswith("B costs less, with 0.25× the tokens a step: step time ")
     assert differing == "They differ in context: 512 in A, 128 in B."
     assert rate.startswith("Throughput: tokens per second ")
     other = verdict(compared(STEADY, replace(STEADY, id="f" * 12, steplab_version="0.9.0"), allow=["steplab"]))
@@ -363,4 +363,4 @@ def test_the_page_begins_with_what_decides_and_explains_its_columns_once() -> No
     words = {color: text for color, _, text in bars.legend}
     assert words[colors["step time"]] == words[colors["tokens per second"]] == "B is worse"
     text = render(document, "table", width=120)
-    assert text.count("bootstrap interval") == text.count("Mann-Whitney") == 1
+    assert text.count("bootstrapped") == text.count("Mann-Whitney") == 1

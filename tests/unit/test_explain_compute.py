@@ -129,7 +129,7 @@ def test_fusing_leaves_what_the_dry_run_says() -> None:
     assert found.saves_s == pytest.approx(0.75 * LOW_MS * MS)
     assert found.fields == {"compile": "default"}
     assert "blocks.*.attention forward 7.60 ms, blocks.*.feed_forward forward 5.00 ms" in found.saw
-    assert "By a dry run" in found.prediction
+    assert "A dry run" in found.prediction
     by_name = {e.what: e.value for e in found.evidence}
     assert by_name["elementwise, normalisation, softmax, reduction and copy"] == pytest.approx(LOW_MS * MS)
     assert by_name["kernels per step that fusing saves"] == (36 + 2 * 12 + 96 + 2 * 24) / 2
@@ -138,7 +138,7 @@ def test_fusing_leaves_what_the_dry_run_says() -> None:
 def test_without_a_dry_run_fusing_is_predicted_to_leave_the_largest_recorded_share() -> None:
     found = sure(fusable_elementwise(case(foreign(seen_with(compiled=None)))))
     assert found.saves_s == pytest.approx((1 - MOST_LEFT.memory_bound) * LOW_MS * MS)
-    assert "No dry run was recorded." in found.prediction
+    assert "This record has no dry run of compiling." in found.prediction
     assert not [each for each in found.evidence if "matrix products" in each.what]  # which is unknown
 
 

@@ -85,7 +85,7 @@ def test_a_larger_batch_saves_time_for_the_same_tokens_and_none_per_step(run: Ru
     assert "--batch 8 saves about 3.00 ms for the same tokens, 10.0 % of 30.0 ms." in text
     assert "The change saves about 3.00 ms for the same tokens, 10.0 % of 30.0 ms." in text
     assert "30.0 ms per step" not in text
-    assert "each is capped by the time that those above leave, not counting a larger batch." in text
+    assert "Each is capped by the time that those above leave, not counting a larger batch." in text
     assert "larger batch" not in render_findings(run, found, "table", width=300)
 
 

@@ -193,13 +193,13 @@ def span_of(busy_s: float, host_bound_s: float, idle_s: float, timed_s: float | 
             span_of(0.100, 0.300, 0.01, 0.200),
             False,
             # As `steplab explain` counts it: what the device does not work, whatever the gaps were under the profiler.
-            "waits for host, about 100 ms of 200 ms unprofiled",
+            "waits for host, at most 100 ms of 200 ms unprofiled",
         ),
         (
             # More gaps under the profiler than without: never "about 0 s", for -5.6 % is somewhere.
             span_of(0.0528, 0.013, 0.006, 0.0559),
             False,
-            "-5.5 %: waits for host, about 3.10 ms of 55.9 ms unprofiled",
+            "-5.5 %: waits for host, at most 3.10 ms of 55.9 ms unprofiled",
         ),
         (span_of(0.100, 0.001, 0.02, 0.121), False, "with the 20.0 ms of gaps between kernels it agrees, -0.8 %"),
         # The gaps do not make up for the difference, so they are not named as its reason.
@@ -406,7 +406,7 @@ def test_a_profile_of_nothing_is_shown() -> None:
     phase = PhaseTime(phase="outside", window_s=0.0, busy_s=0.0, host_bound_s=0.0, idle_s=0.0, categories={})
     empty = replace(profile_of(LARGE), window_s=0.0, phases=(phase,), kernels=(), ops=(), host_calls=(), timeline=None)
     text = render_profile(replace(LARGE, profile=empty), width=100)
-    assert "Uncategorised: 0.0 %" in text
+    assert "(uncategorised): 0.0 %" in text
     assert "nan" not in text
     assert "Matrix multiplication" not in text
 

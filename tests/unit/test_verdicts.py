@@ -58,7 +58,7 @@ def test_a_launch_bound_step_is_told_that_the_gpu_waits() -> None:
     late, busy = launch_bound_run(), profiled_run()
     told = answer([late], Context(findings={late.id: findings(late)}))
     assert told.sentences[0].startswith("The CPU waits for the GPU"), "a CUDA graph holds no such wait"
-    assert told.sentences[1].startswith("Also: The GPU waits for the CPU")
+    assert told.sentences[1].startswith("Also (savings may overlap): The GPU waits for the CPU")
     only = replace(findings(late), findings=findings(late).findings[1:])
     first = answer([late], Context(findings={late.id: only})).sentences[0]
     assert re.search(r": (--[\w-]+ \S+ )+saves about .*, after the change for host_copies_and_syncs\.$", first)

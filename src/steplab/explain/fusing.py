@@ -135,7 +135,7 @@ def _gain(case: Case, fusing: Fusing) -> tuple[float | None, str]:
     if case.profile.compiled is not None:
         told = f"A dry run (sizes only) compares eager with Inductor: compiling leaves {leaves} of the kernels."
     else:
-        told = f"No dry run was recorded. In steps on an H200, compiling left at most {leaves} of the kernels."
+        told = f"This record has no dry run of compiling. On an H200 it left at most {leaves} of the kernels."
     if fusing.products_s > 0:
         told += f" The compiler pads products with the vocabulary, which saves {format_time(fusing.products_s)}."
     if case.step_s is None or not is_launch_bound(case):
@@ -156,7 +156,7 @@ def _most(case: Case) -> str:
             found[f"{op.range} {op.phase}"] += case.per_step(op.device_s)
     longest = sorted(found.items(), key=lambda place: -place[1])[:_NUM_NAMED]
     places = ", ".join(f"{place} {format_time(seconds)}" for place, seconds in longest)
-    return f" Most of that is in {places}." if places else ""
+    return f" The largest parts: {places}." if places else ""
 
 
 MANY = 1000

@@ -115,7 +115,7 @@ def vocabulary_padding(case: Case) -> Finding | None:
         )
         prediction = (
             f"Padded to {padded}, its products would do {format_percent(padded / size - 1)} more FLOPs, at the rate of "
-            "the others. Their shape may slow them as well."
+            "the others. If their shape slows them too, padding saves less."
         )
         evidence += [
             Evidence(what="products with the vocabulary", value=now_s, unit="s"),
@@ -253,8 +253,8 @@ def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None
     fused_s = streaming_s(_LIKE, PASSES * logits_bytes, case.gpu)
     return max(0.0, loss_s - fused_s), (
         f"The products do not change. A fused loss reads the logits and writes their gradient once: "
-        f"{format_time(fused_s)} at {reached_bandwidth(_LIKE, case.gpu)}. Recomputing the "
-        "logits costs a further matmul."
+        f"{format_time(fused_s)} at {reached_bandwidth(_LIKE, case.gpu)}. A loss that "
+        "recomputes the logits costs a further matmul."
     )
 
 

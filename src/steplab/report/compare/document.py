@@ -82,10 +82,10 @@ _COLUMNS = (
         key="interval",
         header="95 % interval",
         value=lambda figure: interval_words(figure.ratio),
-        note="The interval is of the ratio of medians, B / A: bootstrapped, and at least as wide as starts of a step "
-        "differ on such machines; bytes have none. Phases, rates and reserved memory do not enter the verdict.",
+        note="The interval is of the ratio of medians, B / A: bootstrapped, wider if a run was disturbed; memory has "
+        "none. Phases, rates and reserved memory do not enter the verdict.",
     ),
-    Column(key="p", quantity=LABEL, value=_p, note="p: Mann-Whitney test; the interval must agree."),
+    Column(key="p", quantity=LABEL, value=_p, note="p: Mann-Whitney test; a decision takes both it and the interval."),
     Column(key="decision", value=_decision, note="Higher, lower: by more than the threshold; same: by less."),
 )
 

@@ -32,12 +32,14 @@ def _answer(comparison: compared.Comparison) -> str:
     cells = len({figure.cell for figure in comparison.deciding})
     with_tokens = "".join(f", with {times:.3g}× the tokens a step" for times, _ in _rates_of_other_steps(comparison))
 
+    higher, lower = ("B costs more", "B costs less") if with_tokens else ("B is worse", "B is better")
+
     def named(found: Sequence[compared.ComparedFigure]) -> str:
         where = f" in {len({figure.cell for figure in found})} of {cells} cells" if cells > 1 else with_tokens
         return f"{where}: {units.listed([figure_words(figure) for figure in found[:_NAMED]])}"
 
     if found := comparison.regressions:
-        return f"B is worse{named(found)}."
+        return f"{higher}{named(found)}."
     if found := comparison.undecided:
         first = found[0].ratio
         advice = f"; {first.why}" if first and first.why else ""
@@ -47,10 +49,8 @@ def _answer(comparison: compared.Comparison) -> str:
     if better:
         rest = list(dict.fromkeys(figure.name for figure in comparison.deciding if figure not in better))
         others = f"; {units.listed(rest)} no worse{' elsewhere' if cells > 1 else ''}" if rest else ""
-        return f"B is better{named(sorted(better, key=lambda figure: figure.b / figure.a))}{others}."
-    if open_ones := [
-        figure for figure in comparison.deciding if figure.ratio and figure.ratio.decision == "not higher"
-    ]:
+        return f"{lower}{named(sorted(better, key=lambda figure: figure.b / figure.a))}{others}."
+    if open_ones := [one for one in comparison.deciding if one.ratio and one.ratio.decision == "not higher"]:
         return f"B is not worse, and may be better{named(open_ones)}."
     if cells > 1:
         return f"No difference in {cells} cells, beyond {_thresholds(comparison.deciding)}."

@@ -39,11 +39,11 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
     first, *others = worth[:_MOST_TOLD]
     yield saving_sentence(first, findings.step_s)
     if others:
-        yield f"Also: {'; '.join(f'{other.title} ({_also(other, first)})' for other in others)}."
+        yield f"Also (savings may overlap): {'; '.join(f'{other.title} ({_also(other, first)})' for other in others)}."
 
 
 def _also(finding: Finding, first: Finding) -> str:
-    of_it = " of it" if finding.kind == first.includes and finding.gain_s is not None else ""
+    of_it = " of that" if finding.kind == first.includes and finding.gain_s is not None else ""
     return f"{saved_words(finding)}{of_it}{', after that change' if finding.after == first.kind else ''}"
 
 
@@ -108,7 +108,7 @@ _SAME_STEP = 0.20
 
 Medians usually repeat within a few per cent.
 """
-_CAPTION = "Savings are predicted one by one; each is capped by the time that those above leave{}."
+_CAPTION = "Savings are predicted one by one and may overlap. Each is capped by the time that those above leave{}."
 _TO_TRY = "`--try` measures the changes that are options of `steplab run`."
 _SIGNED = Quantity(units.format_change)
 

@@ -55,7 +55,7 @@ def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
     waits_for_host = span.host_bound_s > max(span.idle_s, TOLERANCE * span.window_s)
     with_gaps = (span.busy_s + span.idle_s) / timed_s - 1
     if abs(with_gaps) <= TOLERANCE:
-        alone = "; the host is late only under the profiler" if waits_for_host else ""
+        alone = "; the profiler slows the host" if waits_for_host else ""
         gaps = f"with the {show(span.idle_s)} of gaps between {kernels_word(profile)} it agrees"
         return f"{gaps}, {_signed(with_gaps)}{alone}"
     without = f"about {show(timed_s - span.busy_s)} of {show(timed_s)} without"  # as `steplab explain` has it

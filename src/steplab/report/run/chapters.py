@@ -170,7 +170,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         name="warmup",
         columns=tuple(columns),
         rows=tuple(rows),
-        caption="After N: mean of the steps that follow the first N, as many as were measured; without compile time.",
+        caption="After N: mean of as many steps as were measured, after the first N; without compile time.",
     )
 
 
@@ -255,7 +255,7 @@ def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> li
         return [Sentences.of(found, "finding")]
     blocks: list[Block] = []
     for text, names in found.items():
-        about = Sentences.of(["in all runs" if len(names) == len(cells) else f"in {'; '.join(names)}"], "note")
+        about = Sentences.of(["all runs" if len(names) == len(cells) else f"runs: {'; '.join(names)}"], "note")
         folded = _MANY < len(names) < len(cells)
         blocks.append(Sentences.of([text], "finding"))
         blocks.append(Section.of(units.counted(len(names), "run"), about, folded=True) if folded else about)

@@ -90,7 +90,7 @@ CONVENTIONS = {
     "params": "by parameters × tokens",
     "counted": "as torch counts operators",
     "given": "as stated by you",
-    "as_executed": "with recomputation",
+    "as_executed": "that run, masked scores and recomputation included",
 }
 """By FLOP convention of MFU and HFU, the FLOPs that it counts."""
 

@@ -17,7 +17,7 @@ _GROWTH = (
     ("later_growth_bytes", "reserved later", "reserved_bytes", slice(1, None), ""),
     ("state_bytes", "kept after the first", "allocated_bytes", slice(0, 2), _KEPT),
 )
-_COMPILED = "A compiled run did most of this in the step that compiles, before its first step here."
+_COMPILED = "A compiled run did some of this in the step that compiles, before its first step here."
 
 
 def first_steps_table(cells: Sequence[RunCell]) -> Table:
@@ -41,8 +41,8 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table:
             ),
             Column(key="id", header="record", rank=3),
         ),
-        caption="second half: the median step of that half. + forward: its extra time in the first step, which loads "
-        "kernels, chooses algorithms, fills the allocator and makes the optimizer's state.",
+        caption="second half: the median of the later half of all steps, warm-up included. + forward: its extra time "
+        "in the first step, which loads kernels, chooses algorithms, fills the allocator and makes the optimizer's state.",
     )
 
 

@@ -180,7 +180,7 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
     if tokens:
         throughput = f"{units.format_rate(tokens / summary.median, ' tokens/s')} ({tokens} tokens per step)"
     between = "median from the end of a step to the beginning of the next; it is not in the step time"
-    compiling = "extra time of the very first step; in no other figure"
+    compiling = "extra time of the step that compiles, before all others; in no other figure"
     pairs = [
         ("median", show(summary.median)),
         ("95 % interval", f"{show(summary.low)} to {show(summary.high)}" if summary.is_interval else ""),

@@ -98,7 +98,7 @@ def run_cautions(run: Run) -> Iterator[str]:
             yield f"To see why it waits: steplab profile {options(run.spec)}"
     elif found and run.spec:
         verb = "profile" if run.profile else "memory" if run.memory_profile else "run"
-        yield f"Repeat it on a quiet machine: steplab {verb} {options(run.spec)}"
+        yield f"Repeat it on a quiet machine, or with more steps: steplab {verb} {options(run.spec)}"
 
 
 def _several(cells: Sequence[RunCell]) -> Iterator[str]:
