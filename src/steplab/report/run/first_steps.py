@@ -42,7 +42,7 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table:
             Column(key="id", header="record", rank=3),
         ),
         caption="second half: the median of the later half of all steps, warm-up included. + forward: its extra time "
-        "in the first step, which loads kernels, chooses algorithms, fills the allocator and makes the optimizer's state.",
+        "in the first step, which loads kernels, chooses algorithms, fills the allocator, makes the optimizer's state.",
     )
 
 
