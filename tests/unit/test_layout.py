@@ -131,7 +131,7 @@ def test_a_record_of_several_ranks_reads_back_and_tells_each() -> None:
     text = run_text(run, width=120)
     assert "layout dp=2 · bucketed gradients · buckets of 10 MB" in " ".join(text.split())
     assert spread_words(run.ranks) is not None
-    assert "in half of the steps the ranks are at most 200 ms (10.0 %) apart" in " ".join(text.split())
+    assert "within a step the ranks are 200 ms (10.0 %) apart (median)" in " ".join(text.split())
 
 
 def test_ranks_that_timed_different_steps_have_no_spread() -> None:

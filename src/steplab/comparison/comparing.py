@@ -317,7 +317,7 @@ def _why_unlike(a: result.Side, b: result.Side, cells_a: _Cells, cells_b: _Cells
         return f"'{a.told if not cells_a else b.told}' has nothing to compare"
     least = min(pairs, key=len)
     fields = "; ".join(f"{each.field}: {each.values}" for each in least)
-    what = "they differ" if len(pairs) == 1 else "even the closest cells differ"
+    what = "they differ" if len(pairs) == 1 else "even the most similar cells differ"
     options = " ".join(f"--allow {shlex.quote(each.field)}" for each in least)
     return f"A and B do not match: {what} in {fields}; to compare anyway, add {options}"
 

@@ -56,9 +56,9 @@ def compare_samples(
     """Ratio of B's median to A's, with 95 % interval, test and decision.
 
     `in_turns`: blocks i of A and B ran next to each other. `threshold`: the smallest difference that matters, as a
-    fraction; None: `IN_TURNS`, or `SEPARATE` below `FEWEST` processes. `num_decided`: number of ratios that share the
-    probability of a false alarm. `margin`: expected difference between the logarithms of medians of two starts on the
-    machine; below `FEWEST` processes per side, the interval extends at least so far on both sides.
+    fraction; None: `IN_TURNS`, or `SEPARATE` if not in turns and below `FEWEST` processes a side. `num_decided`: number
+    of ratios that share the probability of a false alarm. `margin`: largest difference to expect between the logarithms
+    of the medians of two starts; where `SEPARATE` is the default, the interval extends at least so far on both sides.
 
     Raises ValueError for a side without samples, a sample that is not positive, or unpaired turns.
     """

@@ -1,7 +1,8 @@
 """Bytes on the wire and bus bandwidth of collectives, and a line fitted to their measured times.
 
-Bus bandwidth follows nccl-tests (PERFORMANCE.md): S / t for a message of S bytes, times the least bytes that each rank
-sends in a ring, over S. It compares with the links' bandwidth for any collective and number of ranks.
+Bus bandwidth follows nccl-tests (PERFORMANCE.md): S / t for a message of S bytes, times the share of S that each rank
+must send in a ring (all-reduce over n ranks: 2 (n - 1) / n). It compares with the links' bandwidth for any collective
+and number of ranks.
 
 A call is modelled as t = alpha + beta · w (Hockney 1994), w the bytes on the wire, optionally plus gamma · n for n
 ranks. The fit minimizes squares of *relative* differences, so all message lengths weigh the same; no term is negative.

@@ -82,14 +82,13 @@ def _within(step_s: float | None, findings: tuple[Finding, ...]) -> Iterator[Fin
         if left_s is not None and finding.saves_s is not None and finding.tokens_ratio == 1:
             if finding.saves_s > left_s:
                 left_s = left_s if left_s > _LEFT * (step_s or 0.0) else 0.0
+                alone = f" Alone it would save {format_time(finding.saves_s)}." if left_s else ""
                 finding = dataclasses.replace(
                     finding,
                     saves_s=left_s or None,
                     limited_from_s=finding.saves_s,
                     at_most=left_s > 0,
-                    prediction=f"{finding.prediction} Alone it would save {format_time(finding.saves_s)}."
-                    if left_s
-                    else finding.prediction,
+                    prediction=finding.prediction + alone,
                 )
             # A saving that another one includes is deducted with that one.
             left_s -= 0.0 if finding.kind in {one.includes for one in findings} else finding.saves_s or 0.0

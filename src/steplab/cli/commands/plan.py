@@ -205,11 +205,11 @@ def steps(
 
 @plan.command
 def check(*, out: PageOptions = PageOptions()) -> None:
-    """Compare predicted time and memory with every run in the store.
+    """Compare predicted with measured times of the store's runs on a GPU.
 
-    Errors are grouped by precision, by use of the run in fitting, and by
-    waiting for Python. Coverage of the interval and unpredictable runs follow.
-    JSON and CSV have one row per run.
+    Errors are grouped, such as by precision and by waits for Python, with the
+    coverage of the interval. The worst steps and unpredictable runs follow.
+    JSON and CSV have one row per run, with memory.
 
     For example: steplab plan check --output check.html
     """

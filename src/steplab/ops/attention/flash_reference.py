@@ -1,7 +1,7 @@
 """FlashAttention-2 in tiled PyTorch, to be read with the paper: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
 
-It rounds where a kernel on tensor cores does. Products of tiles, the weights P and the scores' gradient dS are in the
-inputs' type, sums in float32 (float64 for float64). A row without keys, or with only -inf scores, gives zeros and a
+It rounds where a kernel on tensor cores does: operands of products, P and dS among them, to the inputs' type. Products
+and sums are in float32 (float64 for float64). A row without keys, or with only -inf scores, gives zeros and a
 log-sum-exp of -inf; +inf and NaN give NaN.
 
 Shape suffixes: B batch, N key heads, R query heads that share one key head, S query positions, K key positions, D head

@@ -12,7 +12,7 @@ from steplab.report.kit.quantities import BYTES_PER_S, GB_PER_S, LABEL, MESSAGE,
 from steplab.report.kit.text import dotted, interruption, made, why_failed
 from steplab.report.report import RecordReport, extremes
 from steplab.specs.comm import COLLECTIVES
-from steplab.stats import Summary, summarize
+from steplab.stats import summarize
 
 _APART = 0.1
 _SAID = {"peer_copy": "steplab's peer_copy"}
@@ -50,7 +50,7 @@ def _bandwidth(name: str, way: str, ranks: int, cells: Sequence[CommCell], run: 
     if (bandwidth := longest.bus_bandwidth) and longest.wire_bytes and longest.slowest:
         times = summarize(longest.slowest.best_s)
         low, high = (GB_PER_S.show(longest.wire_bytes / time_s) for time_s in (times.high, times.low))
-        between = f" ({_named_interval(times)}{low} to {high})" if low != high else ""
+        between = f" ({'95 % interval ' * times.is_interval}{low} to {high})" if low != high else ""
         told += f"reaches {GB_PER_S.show(bandwidth)} GB/s of bus bandwidth{between} at "
         told += f"{units.format_message(longest.message_bytes)}"
     else:
@@ -64,14 +64,10 @@ def _bandwidth(name: str, way: str, ranks: int, cells: Sequence[CommCell], run: 
     return f"{told}."
 
 
-def _named_interval(times: Summary) -> str:
-    return "95 % interval " if times.is_interval else ""
-
-
 def _time(cell: CommCell) -> str:
     assert cell.slowest is not None
     times = summarize(cell.slowest.best_s)
-    between = f"{_named_interval(times)}{units.format_time(times.low)} to {units.format_time(times.high)}"
+    between = f"{'95 % interval ' * times.is_interval}{units.format_time(times.low)} to {units.format_time(times.high)}"
     return f"{units.format_time(times.median)} ({between})"
 
 

@@ -85,7 +85,9 @@ _COLUMNS = (
         note="The interval is of the ratio of medians, B / A: bootstrapped, wider if a run was disturbed; memory has "
         "none. Phases, rates and reserved memory do not enter the verdict.",
     ),
-    Column(key="p", quantity=LABEL, value=_p, note="p: Mann-Whitney test; a decision takes both it and the interval."),
+    Column(
+        key="p", quantity=LABEL, value=_p, note="p: Mann-Whitney test; higher and lower need both p and the interval."
+    ),
     Column(key="decision", value=_decision, note="Higher, lower: by more than the threshold; same: by less."),
 )
 

@@ -117,7 +117,7 @@ def _cautions(comparison: compared.Comparison) -> Iterator[str]:
         yield f"Warning: {doubts} Intervals cover how runs differ on such machines; for narrower ones, {remedy}."
     elif sampled and not comparison.in_turns and len(comparison.a.ids) == len(comparison.b.ids) == 1:
         yield (
-            "Each side is one process, and processes of the same step differ by more than steps within one: "
+            "Each side is one process. The same step varies more between processes than within one: "
             f"for differences of a few per cent, {remedy}."
         )
 

@@ -86,7 +86,7 @@ def _called(equal: Sequence[RunCell]) -> list[RunCell]:
 
 
 def _unsaid(cell: RunCell, alike: Sequence[RunCell]) -> frozenset[str]:
-    """Fields of HOW that the label of `cell` omits: all cells that agree with it in earlier fields agree in these."""
+    """Fields of HOW that the label of `cell` omits: those with one value among cells that share all earlier ones."""
     unsaid = set()
     for field in HOW:
         same = [other for other in alike if other.values[field] == cell.values[field]]

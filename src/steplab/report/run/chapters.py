@@ -98,7 +98,7 @@ def _phases_of_one(run: Run, timing: Timing) -> Iterator[Block]:
             Column(
                 key="lead_s",
                 header="host ahead",
-                note="host ahead: GPU time still queued once Python has launched the phase.",
+                note="host ahead: GPU time still queued once Python has launched the phase; of the step, the least.",
                 value=lambda name: lead_s(timing.back_to_back, name),
             ),
             Column(
@@ -170,7 +170,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         name="warmup",
         columns=tuple(columns),
         rows=tuple(rows),
-        caption="After N: mean of as many steps as were measured, after the first N; without compile time.",
+        caption="After N: mean of the next steps after the first N, as many as were measured; without compile time.",
     )
 
 

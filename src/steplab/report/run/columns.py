@@ -65,7 +65,9 @@ def rows_document(rows: Sequence[Row], *, empty: str = "no runs") -> Document:
 
 
 def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "") -> Table:
-    sentences = ["Times are medians."] if any(row.get("step_time_s") is not None for row in rows) else []
+    timed = [row for row in rows if row.get("step_time_s") is not None]
+    sentences = ["Times are medians."] if timed else []
+    sentences += ["Batch, times and memory are of rank 0."] if any(row.get("layout") for row in timed) else []
     if any(isinstance(share := row.get(key), float) and share > 1 for row in rows for key in ("mfu", "hfu")):
         sentences.append("A share above 100 % means that the peak or the FLOP count is wrong; see `steplab show ID`.")
     return Table(
@@ -90,7 +92,7 @@ CONVENTIONS = {
     "params": "by parameters × tokens",
     "counted": "as torch counts operators",
     "given": "as stated by you",
-    "as_executed": "that run, masked scores and recomputation included",
+    "as_executed": "with recomputation, and masked scores unless kernels skip them",
 }
 """By FLOP convention of MFU and HFU, the FLOPs that it counts."""
 

@@ -10,10 +10,9 @@ from steplab.report.kit.quantities import TIME
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.one_run import phase_names
 
-_FROM_DEVICE = "reserved: taken from the device by the allocator."
 _KEPT = "kept: left allocated by the first step, such as gradients and optimizer state."
 _GROWTH = (
-    ("first_growth_bytes", "reserved in the first", "reserved_bytes", slice(0, 2), _FROM_DEVICE),
+    ("first_growth_bytes", "reserved in the first", "reserved_bytes", slice(0, 2), "reserved: added by the allocator."),
     ("later_growth_bytes", "reserved later", "reserved_bytes", slice(1, None), ""),
     ("state_bytes", "kept after the first", "allocated_bytes", slice(0, 2), _KEPT),
 )
@@ -41,8 +40,9 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table:
             ),
             Column(key="id", header="record", rank=3),
         ),
-        caption="second half: the median of the later half of all steps, warm-up included. + forward: its extra time "
-        "in the first step, which loads kernels, chooses algorithms, fills the allocator, makes the optimizer's state.",
+        caption="second half: the median of the later half of all steps, warm-up included. + forward: its time in the "
+        "first step minus its second half; a first step loads kernels, chooses algorithms, fills the allocator and "
+        "makes the optimizer's state.",
     )
 
 

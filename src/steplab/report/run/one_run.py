@@ -168,8 +168,8 @@ def spread_words(ranks: Sequence[RankSamples]) -> str | None:
     share = units.format_share(apart / medians[0]) if medians[0] > 0 else ABSENT
     low, high = units.format_time(medians[0]), units.format_time(medians[-1])
     return (
-        f"Median steps last from {low} to {high} over {units.counted(len(ranks), 'rank')}; in half of the steps the "
-        f"ranks are at most {units.format_time(apart)} ({share}) apart"
+        f"Median steps last from {low} to {high} over {units.counted(len(ranks), 'rank')}; within a step "
+        f"the ranks are {units.format_time(apart)} ({share}) apart (median)"
     )
 
 

@@ -42,10 +42,10 @@ def _one(run: Run) -> Iterator[str]:
             yield f"No step was timed: {why}."
         return
     summary = stats.summarize(samples)
-    yield f"A step takes {units.format_time(summary.median)} ({interval_words(summary)})."
-    told = []
-    if run.tokens_per_step:
-        told.append(units.format_rate(run.tokens_per_step / summary.median, f" {_tokens_per_s(run)}"))
+    whose = " of rank 0" if run.ranks else ""
+    yield f"A step{whose} takes {units.format_time(summary.median)} ({interval_words(summary)})."
+    tokens = run.tokens_per_step
+    told = [units.format_rate(tokens / summary.median, f" {_tokens_per_s(run)}")] if tokens else []
     used = run.utilization("mfu", "causal")
     if used and used.value is not None and (achieved := achieved_flops_per_s(used)):
         rate, peak = (units.format_rate(value, "FLOP/s") for value in (achieved, used.peak_flops_per_s or 0.0))
@@ -98,7 +98,7 @@ def run_cautions(run: Run) -> Iterator[str]:
             yield f"To see why it waits: steplab profile {options(run.spec)}"
     elif found and run.spec:
         verb = "profile" if run.profile else "memory" if run.memory_profile else "run"
-        yield f"Repeat it on a quiet machine, or with more steps: steplab {verb} {options(run.spec)}"
+        yield f"Repeat it on a quiet machine, or raise --steps: steplab {verb} {options(run.spec)}"
 
 
 def _several(cells: Sequence[RunCell]) -> Iterator[str]:
