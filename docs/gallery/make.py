@@ -187,8 +187,7 @@ def answers(records: Sequence[Record], store: Path) -> str:
                 figures += [Section.of(section.title, _few(each, _SHOWN[begins])) for each in section.blocks]
     sections = (made.sections[0], Section.of("Figures", *figures))
     text = render(Document(title=made.title, subtitle=made.subtitle, verdict=made.verdict, sections=sections), "md")
-    short = (re.sub(r" ?\| ?", "|", line) if line.startswith("|") else line for line in text.splitlines())
-    lines = (line.replace("|done|", "||") for line in short)
+    lines = (re.sub(r" ?\| ?", "|", line) if line.startswith("|") else line for line in text.splitlines())
     return "\n".join([*lines, "", _PICTURES, ""])
 
 
