@@ -590,7 +590,7 @@ def test_a_ratio_that_is_not_the_quotient_of_the_times_beside_it_says_so(b_s: fl
     walked = ADVICE_REPORT.document(dataclasses.replace(some_advice(), overall=of_turns, best_s=b_s))
     for document in (compared, walked):
         text = " ".join(render(document, "table", width=300).split())
-        source = "; ratio of neighbouring turns, not of these times" * said
+        source = "; a ratio from turns, not of these times" * said
         assert f"0.500 times as long (95 % interval 0.490 to 0.510{source})" in text
 
 

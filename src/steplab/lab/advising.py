@@ -349,8 +349,8 @@ def _notes(walk: Walk) -> Iterator[str]:
         )
     if walk.overall and not walk.met and len(walk.kept) > 1:
         yield (
-            "the first step and the fastest did not alternate: their ratio is the product of the kept changes' ratios, "
-            "each from alternating turns"
+            "the step as given and the fastest did not alternate: their ratio is the product of the kept changes' "
+            "ratios, each from alternating turns"
         )
 
 

@@ -125,7 +125,7 @@ class FlatParameters:
         self._move_in([i for i, (p, start) in placed if p.numel() and p.data_ptr() != address + start * width])
 
     def start_exchange(self) -> None:
-        """Start the exchange; parameters must not be read before `wait`."""
+        """Start gathering all ranks' parameters; they must not be read before `wait`."""
         start, end = self._slots.bounds[self._ranks.rank]
         if self._copies is not None:
             width = self._buffer.element_size()

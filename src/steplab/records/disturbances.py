@@ -57,7 +57,7 @@ def _found(run: Run) -> Iterator[Disturbance]:
     if waits_for_host(timing.back_to_back):
         share = format_limit(HARDLY_AHEAD)
         text = (
-            f"The GPU may wait for Python, which is less than {share} of a step ahead: CPU speed may affect this time."
+            f"The GPU may wait for Python, whose launches are less than {share} of a step ahead: CPU speed may matter."
         )
         yield Disturbance(word=WAITS, text=text)
     if environment is None:

@@ -1,8 +1,8 @@
 """Marks of a recorded step: the allocations that hold its objects and the tensors that autograd saves.
 
 A mark names an allocation by its number in the step's history. No tensor is kept alive or wrapped, so the step runs
-unchanged. Saved tensors are read from autograd's graph after forward; a node belongs to a module if its number lies
-within the module's.
+unchanged. Saved tensors are read from autograd's graph after forward; a node belongs to a module if its
+sequence number was given during the module's forward.
 """
 
 from bisect import bisect_left

@@ -114,7 +114,7 @@ def _cautions(comparison: compared.Comparison) -> Iterator[str]:
     sampled = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.p is not None]
     if comparison.doubts:
         doubts = " ".join(comparison.doubts)
-        yield f"Warning: {doubts} Intervals cover how runs differ on such machines; for narrower ones, {remedy}."
+        yield f"Warning: {doubts} Intervals are widened for the spread between such runs; for narrower ones, {remedy}."
     elif sampled and not comparison.in_turns and len(comparison.a.ids) == len(comparison.b.ids) == 1:
         yield (
             "Each side is one process. The same step varies more between processes than within one: "

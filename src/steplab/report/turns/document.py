@@ -48,7 +48,7 @@ def ratio_words(ratio: Ratio, a_s: float, b_s: float) -> str:
     between = (
         f"95 % interval {ratio.low:.3f} to {ratio.high:.3f}" if ratio.low and ratio.high else "too few for an interval"
     )
-    source = "; ratio of neighbouring turns, not of these times" if abs(b_s / a_s / ratio.ratio - 1) > _SEEN else ""
+    source = "; a ratio from turns, not of these times" if abs(b_s / a_s / ratio.ratio - 1) > _SEEN else ""
     return f"{ratio.ratio:.3f} times as long ({between}{source})"
 
 
