@@ -88,11 +88,7 @@ _COLUMNS = (
     Column(
         key="p", quantity=LABEL, value=_p, note="p: Mann-Whitney test; higher and lower need both p and the interval."
     ),
-    Column(
-        key="decision",
-        value=_decision,
-        note="Higher, lower: the interval is beyond the threshold; same: within it; undecided: neither.",
-    ),
+    Column(key="decision", value=_decision, note="Higher, lower: interval beyond the threshold; same: within it."),
 )
 
 
