@@ -206,7 +206,7 @@ def span_of(busy_s: float, host_bound_s: float, idle_s: float, timed_s: float | 
         (
             span_of(0.100, 0.001, 0.02, 0.150),
             False,
-            "-33.3 %: no kernel runs for 21.0 ms of 121 ms under the profiler, about 50.0 ms of 150 ms without",
+            "-33.3 %: no kernel runs for 21.0 ms of 121 ms under the profiler, unprofiled about 50.0 ms of 150 ms",
         ),
         (span_of(0.100, 0.0, 0.0, 0.110), False, "-9.1 %: the GPU was busy throughout"),
         (span_of(0.120, 0.0, 0.0, 0.100), False, "+20.0 %: profiled steps do more, or run slower"),

@@ -97,8 +97,8 @@ def over_starts(each: Sequence[Sequence[Ratio | None]]) -> tuple[Ratio | None, .
 def of_starts(ratios: Sequence[Ratio]) -> Ratio:
     """Ratio over several starts of both sides.
 
-    Its logarithm is the mean of the starts' logarithms. Its half width is the larger of their combined half widths and
-    Student's for the spread between starts, since processes of a step differ more than turns within one.
+    Its logarithm is the mean of the starts' logarithms. Its half width is the larger of two: the starts' half widths,
+    combined, and that of Student's t over the starts, because processes differ more than turns within one.
     """
     if len(ratios) == 1:
         return ratios[0]

@@ -199,8 +199,8 @@ class Walk:
         return attempt
 
     def _seek_gain(self, before: Any, after: Any, most_s: float = 0.0) -> None:
-        """Alternate two steps to measure the gain. If all earlier comparisons had room for both steps in memory, one
-        that does not fit counts as failed: with a new process per turn, noise would hide small gains.
+        """Alternate two steps to measure the gain, in further turns for at most `most_s` seconds. If earlier pairs
+        fitted in memory together, one that does not fails: with a process per turn, noise would hide small gains.
         """
         ratios = [attempt.ratio for attempt in self.outlook.attempts if attempt.ratio]
         apart = not ratios or any(ratio.threshold > LEAST_GAIN for ratio in ratios)

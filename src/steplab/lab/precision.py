@@ -62,8 +62,8 @@ def precision(
         steplab.show(found.numerics[0])
 
     `precisions` are audited and timed; by default fp16 and bf16 are audited, and all possible ones timed. A failing or
-    unsupported precision gives a record with a failure. Raises UserError if none is supported, SteplabError if the
-    store cannot be written.
+    unsupported precision gives a record with a failure. Raises Unsupported for a precision that the fields exclude,
+    UserError if none is supported, SteplabError if the store cannot be written.
     """
     given = named_fields(model, fields)
     if unknown := [part for part in parts if part not in PARTS]:

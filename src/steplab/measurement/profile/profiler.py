@@ -40,7 +40,7 @@ class StepProfiler:
         return no_span if self._compiled or self._replayed else self._spans
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Record further steps; returns notes on gaps. Raises a step's or the profiler's error."""
+        """Record further steps; returns notes on what was not recorded. Raises a step's or the profiler's error."""
         phases = step.phases
         with self._spans.on(None if self._compiled or self._replayed else step.module) as left_out:
             notes = self._notes(left_out)

@@ -82,8 +82,8 @@ _COLUMNS = (
         key="interval",
         header="95 % interval",
         value=lambda figure: interval_words(figure.ratio),
-        note="The interval is of the ratio of medians, B / A: bootstrapped, wider if a run was disturbed; memory has "
-        "none. Phases, rates and reserved memory do not enter the verdict.",
+        note="The interval is of the ratio of medians, B / A: bootstrapped, wider if a run has a warning; memory has "
+        "none. Phases, rates, compile time and reserved memory do not enter the verdict.",
     ),
     Column(
         key="p", quantity=LABEL, value=_p, note="p: Mann-Whitney test; higher and lower need both p and the interval."

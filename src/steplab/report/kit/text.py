@@ -42,7 +42,7 @@ def made(record: Record, noun: str) -> str:
 
 
 def quoted_name(record: Record) -> str:
-    return f"'{record.name}'" if record.name else ""
+    return f"named '{record.name}'" if record.name else ""
 
 
 def columns(text: str) -> int:

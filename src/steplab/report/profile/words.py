@@ -36,7 +36,7 @@ def caution(runs: Iterable[Run]) -> str:
     timed = {run.timing is not None for run in runs}
     if timed == {True}:
         return f"{_PROFILED} Step time is measured without it."
-    return f"{_PROFILED} {'Some runs were not' if True in timed else 'No step was'} timed without it."
+    return f"{_PROFILED} {'Some runs were' if True in timed else 'Steps were'} timed only under it."
 
 
 def agreement(span: Span, profile: Profile) -> str | None:
@@ -58,7 +58,7 @@ def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
         alone = "; the profiler slows the host" if waits_for_host else ""
         gaps = f"with the {show(span.idle_s)} of gaps between {kernels_word(profile)} it agrees"
         return f"{gaps}, {_signed(with_gaps)}{alone}"
-    without = f"about {show(timed_s - span.busy_s)} of {show(timed_s)} without"  # as `steplab explain` has it
+    without = f"unprofiled about {show(timed_s - span.busy_s)} of {show(timed_s)}"  # as `steplab explain` has it
     if waits_for_host:
         return f"waits for host, at most {show(timed_s - span.busy_s)} of {show(timed_s)} unprofiled"
     if span.busy_s < (1 - TOLERANCE) * span.window_s:
@@ -183,5 +183,5 @@ def overlap_note(run: Run, profile: Profile) -> str | None:
         return None
     return (
         f"{kernels_word(profile).capitalize()} ran side by side: their durations add up to "
-        f"{units.format_time(total_s)}, and categories divide the busy time, {units.format_time(busy_s)}."
+        f"{units.format_time(total_s)}, and categories share overlapped time equally: {units.format_time(busy_s)}."
     )

@@ -170,7 +170,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         name="warmup",
         columns=tuple(columns),
         rows=tuple(rows),
-        caption="After N: the mean, had the first N steps been the warm-up; without compile time.",
+        caption="After N: mean of as many steps as were measured, after the first N; without compile time.",
     )
 
 

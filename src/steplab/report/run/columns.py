@@ -34,7 +34,7 @@ def _field_column(field: StepField) -> Column:
 
 COLUMNS: tuple[Column, ...] = (
     Column(key="id"),
-    Column(key="name", shared="'{}'", rank=1, folds=True),
+    Column(key="name", shared="named '{}'", rank=1, folds=True),
     *{column.key: column for kind in KINDS.values() for column in Column.of(kind.listed)}.values(),
     Column(key="num_cells", header="cells", quantity=LABEL, shared="{} cell{s}", folds=True),
     Column(key="num_ok", header="ok", quantity=LABEL, shared="{} ok", folds=True),
@@ -65,9 +65,9 @@ def rows_document(rows: Sequence[Row], *, empty: str = "no runs") -> Document:
 
 
 def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "") -> Table:
-    timed = [row for row in rows if row.get("step_time_s") is not None]
-    sentences = ["Times are medians."] if timed else []
-    sentences += ["Batch, times and memory are of rank 0."] if any(row.get("layout") for row in timed) else []
+    sentences = ["Times are medians."] if any(row.get("step_time_s") is not None for row in rows) else []
+    if any(row.get("processes") not in (None, 1) for row in rows):
+        sentences.append("Batch, times and memory are of rank 0.")
     if any(isinstance(share := row.get(key), float) and share > 1 for row in rows for key in ("mfu", "hfu")):
         sentences.append("A share above 100 % means that the peak or the FLOP count is wrong; see `steplab show ID`.")
     return Table(

@@ -41,8 +41,8 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table:
             Column(key="id", header="record", rank=3),
         ),
         caption="second half: the median of the later half of all steps, warm-up included. + forward: its time in the "
-        "first step minus its second half; a first step loads kernels, chooses algorithms, fills the allocator and "
-        "makes the optimizer's state.",
+        "first step minus that median; a first step loads kernels, chooses algorithms, fills the allocator and makes "
+        "the optimizer's state.",
     )
 
 
