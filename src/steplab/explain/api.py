@@ -77,7 +77,7 @@ def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
 
 
 def _within(step_s: float | None, findings: tuple[Finding, ...]) -> Iterator[Finding]:
-    left_s = step_s
+    left_s, included = step_s, {finding.includes for finding in findings}
     for finding in findings:
         if left_s is not None and finding.saves_s is not None and finding.tokens_ratio == 1:
             if finding.saves_s > left_s:
@@ -91,7 +91,7 @@ def _within(step_s: float | None, findings: tuple[Finding, ...]) -> Iterator[Fin
                     prediction=finding.prediction + alone,
                 )
             # A saving that another one includes is deducted with that one.
-            left_s -= 0.0 if finding.kind in {one.includes for one in findings} else finding.saves_s or 0.0
+            left_s -= 0.0 if finding.kind in included else finding.saves_s or 0.0
         yield finding
 
 

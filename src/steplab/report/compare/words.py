@@ -31,7 +31,6 @@ def _answer(comparison: compared.Comparison) -> str:
         return "Undecided: A and B have neither a step time nor a peak memory in common."
     cells = len({figure.cell for figure in comparison.deciding})
     with_tokens = "".join(f", with {times:.3g}× the tokens a step" for times, _ in _rates_of_other_steps(comparison))
-
     higher, lower = ("B costs more", "B costs less") if with_tokens else ("B is worse", "B is better")
 
     def named(found: Sequence[compared.ComparedFigure]) -> str:
